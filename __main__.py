@@ -1,0 +1,5 @@
+"""`python -m finemoe` is the `finemoe` command."""
+
+from .cli.main import main
+
+main()
