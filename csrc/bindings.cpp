@@ -1,0 +1,297 @@
+// Python face of the core. Every call that takes the core's mutex releases the GIL first.
+#include "bindings.hpp"
+
+#include <map>
+#include <string>
+
+#include "f16.hpp"
+
+namespace finemoe::bindings {
+
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+template <typename T>
+T named(const std::map<std::string, T>& names, const std::string& name, const char* setting) {
+    const auto it = names.find(name);
+    if (it == names.end()) {
+        throw CoreError(std::string(setting) + ": unknown value " + name);
+    }
+    return it->second;
+}
+
+CoreConfig make_config(int layers, int experts, int top_k, int devices, int slots_per_device,
+                       std::int64_t expert_bytes, const std::string& predictor, bool semantic,
+                       bool trajectory, int prefetch_distance, int store_capacity, int embedding_width,
+                       std::int64_t embedding_work, const std::string& eviction, const std::string& frequency,
+                       double frequency_decay, bool rank_prefill_by_tokens, const std::string& load_shape,
+                       bool search_blocks, const std::string& preempt_scope, bool preloaded) {
+    CoreConfig c;
+    c.layers = layers;
+    c.experts = experts;
+    c.top_k = top_k;
+    c.devices = devices;
+    c.slots_per_device = slots_per_device;
+    c.expert_bytes = expert_bytes;
+    c.predictor = named<PredictorKind>({{"none", PredictorKind::none},
+                                        {"map", PredictorKind::map},
+                                        {"speculate", PredictorKind::speculate},
+                                        {"oracle", PredictorKind::oracle}},
+                                       predictor, "predictor");
+    c.semantic = semantic;
+    c.trajectory = trajectory;
+    c.prefetch_distance = prefetch_distance;
+    c.store_capacity = store_capacity;
+    c.embedding_width = embedding_width;
+    c.embedding_work = embedding_work;
+    c.eviction = named<EvictionKind>({{"finemoe", EvictionKind::finemoe},
+                                      {"lru", EvictionKind::lru},
+                                      {"lfu", EvictionKind::lfu},
+                                      {"belady", EvictionKind::belady}},
+                                     eviction, "eviction");
+    c.frequency = named<FrequencyRule>({{"run", FrequencyRule::run}, {"residency", FrequencyRule::residency}},
+                                       frequency, "frequency");
+    c.frequency_decay = frequency_decay;
+    c.rank_prefill_by_tokens = rank_prefill_by_tokens;
+    c.load_shape = named<LoadShape>({{"expert", LoadShape::expert}, {"layer", LoadShape::layer}}, load_shape,
+                                    "load_shape");
+    c.search_blocks = search_blocks;
+    c.preempt_scope = named<PreemptScope>({{"device", PreemptScope::device}, {"all", PreemptScope::all}},
+                                          preempt_scope, "preempt_scope");
+    c.preloaded = preloaded;
+    c.validate();
+    return c;
+}
+
+py::tuple command_tuple(const Command& c) {
+    switch (c.kind) {
+        case RecordKind::search: {
+            static const char* kinds[] = {"semantic", "trajectory", "update"};
+            return py::make_tuple("Search", c.ticket, kinds[static_cast<int>(c.search_kind)], c.layer,
+                                  c.target, c.work, c.blocking);
+        }
+        case RecordKind::wait_search:
+            return py::make_tuple("WaitSearch", c.ticket);
+        case RecordKind::preempt_prefetch:
+            return py::make_tuple("PreemptPrefetch", c.device);
+        case RecordKind::wait:
+            return py::make_tuple("Wait", py::tuple(py::cast(c.experts)));
+        case RecordKind::load:
+            return py::make_tuple("Load", c.expert, c.device, c.slot, c.offset, c.bytes,
+                                  c.load_kind == LoadKind::demand ? "demand" : "prefetch", c.evicts);
+        default:
+            return py::make_tuple("Abort", c.expert, c.reason);
+    }
+}
+
+py::list command_list(const std::vector<Command>& commands) {
+    py::list out;
+    for (const Command& c : commands) {
+        out.append(command_tuple(c));
+    }
+    return out;
+}
+
+template <typename Take>
+py::list drained(Take&& take) {
+    std::vector<Command> commands;
+    {
+        const py::gil_scoped_release release;
+        commands = take();
+    }
+    return command_list(commands);
+}
+
+Row make_row(const py::tuple& row) {  // (request, phase, tokens, has_embedding)
+    const auto phase = row[1].cast<std::string>();
+    return {row[0].cast<std::int64_t>(),
+            named<Phase>({{"prefill", Phase::prefill}, {"decode", Phase::decode}}, phase, "phase"),
+            row[2].cast<int>(), row[3].cast<bool>()};
+}
+
+py::dict counters_dict(const Counters& c) {
+    py::dict d;
+    d["demand_loads"] = c.demand_loads;
+    d["prefetch_loads"] = c.prefetch_loads;
+    d["demand_bytes"] = c.demand_bytes;
+    d["prefetch_bytes"] = c.prefetch_bytes;
+    d["useful_bytes"] = c.useful_bytes;
+    d["wasted_bytes"] = c.wasted_bytes;
+    d["evictions"] = c.evictions;
+    d["preemptions"] = c.preemptions;
+    d["dropped"] = c.dropped;
+    d["failed_prefetches"] = c.failed_prefetches;
+    d["searches"] = c.searches;
+    d["late_searches"] = c.late_searches;
+    d["skipped_updates"] = c.skipped_updates;
+    return d;
+}
+
+py::array layer_array(const std::vector<std::int64_t>& values, int layers) {
+    py::array_t<std::int64_t> out({2, layers});
+    std::copy(values.begin(), values.end(), out.mutable_data());
+    return out;
+}
+
+}  // namespace
+
+std::vector<std::uint16_t> to_halves(const py::object& values) {
+    if (values.is_none()) {
+        return {};
+    }
+    const auto array = py::array::ensure(values, py::array::c_style);
+    if (!array) {
+        throw CoreError("not an array of numbers");
+    }
+    const auto n = static_cast<std::size_t>(array.size());
+    if (array.dtype().kind() == 'f' && array.itemsize() == 2) {
+        const auto* data = static_cast<const std::uint16_t*>(array.data());
+        return {data, data + n};
+    }
+    const auto floats = py::array_t<float, py::array::c_style | py::array::forcecast>::ensure(array);
+    if (!floats) {
+        throw CoreError("not an array of numbers");
+    }
+    std::vector<std::uint16_t> out(n);
+    std::transform(floats.data(), floats.data() + n, out.begin(), float_to_half);
+    return out;
+}
+
+py::array halves_array(const std::vector<std::uint16_t>& values, std::vector<py::ssize_t> shape) {
+    py::array out(py::dtype("float16"), std::move(shape));
+    std::copy(values.begin(), values.end(), static_cast<std::uint16_t*>(out.mutable_data()));
+    return out;
+}
+
+}  // namespace finemoe::bindings
+
+PYBIND11_MODULE(_core, m) {
+    using namespace finemoe;
+    using namespace finemoe::bindings;
+    m.doc() = "The policy core and the routing feed (csrc/). Use it through finemoe.policy.core.";
+
+    static const py::object core_error = py::module_::import("finemoe.errors").attr("CoreError");
+    py::register_exception_translator([](std::exception_ptr p) {
+        try {
+            if (p) {
+                std::rethrow_exception(p);
+            }
+        } catch (const CoreError& e) {
+            py::set_error(core_error, e.what());
+        }
+    });
+
+    py::class_<CoreConfig>(m, "CoreConfig")
+        .def(py::init(&make_config), py::kw_only(), py::arg("layers"), py::arg("experts"), py::arg("top_k"),
+             py::arg("devices"), py::arg("slots_per_device"), py::arg("expert_bytes"), py::arg("predictor"),
+             py::arg("semantic"), py::arg("trajectory"), py::arg("prefetch_distance"),
+             py::arg("store_capacity"), py::arg("embedding_width"), py::arg("embedding_work"),
+             py::arg("eviction"), py::arg("frequency"), py::arg("frequency_decay"),
+             py::arg("rank_prefill_by_tokens"), py::arg("load_shape"), py::arg("search_blocks"),
+             py::arg("preempt_scope"), py::arg("preloaded"))
+        .def_readonly("layers", &CoreConfig::layers)
+        .def_readonly("experts", &CoreConfig::experts)
+        .def_readonly("devices", &CoreConfig::devices)
+        .def_readonly("expert_bytes", &CoreConfig::expert_bytes);
+
+    m.attr("FORWARD_PENDING") = kForwardPending;
+    m.attr("CHUNK_READY") = kChunkReady;
+    m.attr("SEARCH_PENDING") = kSearchPending;
+    m.attr("DEVICE_SHIFT") = kDeviceShift;
+
+    py::class_<Core>(m, "Core")
+        .def(py::init<const CoreConfig&, std::int64_t>(), py::arg("config"), py::arg("log_iterations") = 0)
+        .def(
+            "seed_store",
+            [](Core& core, const py::object& maps, const py::object& embeddings,
+               std::vector<std::int64_t> written, double time_s) {
+                const StoreContents contents{to_halves(maps), to_halves(embeddings), std::move(written)};
+                const py::gil_scoped_release release;
+                return core.seed_store(contents, time_s);
+            },
+            py::arg("maps"), py::arg("embeddings"), py::arg("written"), py::arg("time_s") = 0.0)
+        .def(
+            "begin_iteration",
+            [](Core& core, const std::vector<py::tuple>& rows, const py::object& embeddings, double time_s) {
+                std::vector<Row> made;
+                for (const auto& row : rows) {
+                    made.push_back(make_row(row));
+                }
+                const auto halves = to_halves(embeddings);
+                const py::gil_scoped_release release;
+                return core.begin_iteration(std::move(made), halves, time_s);
+            },
+            py::arg("rows"), py::arg("embeddings") = py::none(), py::arg("time_s") = 0.0)
+        .def(
+            "gate",
+            [](Core& core, int layer, const py::object& probabilities, const std::vector<int>& experts,
+               const std::vector<int>& token_counts, double time_s) {
+                const auto halves = to_halves(probabilities);
+                const py::gil_scoped_release release;
+                return core.gate(layer, halves, experts, token_counts, time_s);
+            },
+            py::arg("layer"), py::arg("probabilities"), py::arg("experts"), py::arg("token_counts"),
+            py::arg("time_s") = 0.0)
+        .def(
+            "speculation",
+            [](Core& core, int layer, int target, const py::object& probabilities, double time_s) {
+                const auto halves = to_halves(probabilities);
+                const py::gil_scoped_release release;
+                return core.speculation(layer, target, halves, time_s);
+            },
+            py::arg("layer"), py::arg("target"), py::arg("probabilities"), py::arg("time_s") = 0.0)
+        .def("search_done", &Core::search_done, py::arg("ticket"), py::arg("time_s") = 0.0, NoGil())
+        .def("loaded", &Core::loaded, py::arg("expert"), py::arg("time_s") = 0.0, NoGil())
+        .def("paused", &Core::paused, py::arg("expert"), py::arg("bytes_done"), py::arg("time_s") = 0.0,
+             NoGil())
+        .def("load_failed", &Core::load_failed, py::arg("expert"), py::arg("reason"), py::arg("time_s") = 0.0,
+             NoGil())
+        .def(
+            "computed",
+            [](Core& core, int layer, const std::vector<ExpertId>& experts, double time_s) {
+                return core.computed(layer, experts, time_s);
+            },
+            py::arg("layer"), py::arg("experts"), py::arg("time_s") = 0.0, NoGil())
+        .def("computed_chunk", &Core::computed_chunk, py::arg("time_s") = 0.0, NoGil())
+        .def("end_iteration", &Core::end_iteration, py::arg("time_s") = 0.0, NoGil())
+        .def("foresight", &Core::foresight, py::arg("step"), py::arg("required"), py::arg("time_s") = 0.0,
+             NoGil())
+        .def(
+            "take_device", [](Core& core, int g) { return drained([&] { return core.take_device(g); }); },
+            py::arg("device"))
+        .def("take_searches", [](Core& core) { return drained([&] { return core.take_searches(); }); })
+        .def("take_forward", [](Core& core) { return drained([&] { return core.take_forward(); }); })
+        .def("run_searches", &Core::run_searches, py::arg("ticket"), NoGil())
+        .def("search_abandoned", &Core::search_abandoned, py::arg("ticket"), NoGil())
+        .def("chunk_ready", &Core::chunk_ready, NoGil())
+        .def("residents", &Core::residents, py::arg("device"), NoGil())
+        .def("store_contents",
+             [](Core& core) {
+                 StoreContents s;
+                 {
+                     const py::gil_scoped_release release;
+                     s = core.store_contents();
+                 }
+                 const auto n = static_cast<py::ssize_t>(s.written.size());
+                 const auto& c = core.config();
+                 return py::make_tuple(halves_array(s.maps, {n, c.layers, c.experts}),
+                                       c.embedding_width > 0
+                                           ? py::object(halves_array(s.embeddings, {n, c.embedding_width}))
+                                           : py::object(py::none()),
+                                       s.written);
+             })
+        .def("counters", [](Core& core) { return counters_dict(core.counters()); })
+        .def("layer_counts",
+             [](Core& core) {
+                 const LayerCounts counts = core.layer_counts();
+                 py::dict d;
+                 d["activated"] = layer_array(counts.activated, core.config().layers);
+                 d["hits"] = layer_array(counts.hits, core.config().layers);
+                 d["late"] = layer_array(counts.late, core.config().layers);
+                 return d;
+             })
+        .def("take_log", [](Core& core) { return log_columns(core.take_log()); });
+
+    bind_feed(m);
+}

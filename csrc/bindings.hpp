@@ -1,0 +1,21 @@
+// Shared by the binding files.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "core.hpp"
+
+namespace finemoe::bindings {
+
+namespace py = pybind11;
+
+// f16 values of a float16 or float32 array of any shape; float32 is rounded to nearest even.
+std::vector<std::uint16_t> to_halves(const py::object& values);
+py::array halves_array(const std::vector<std::uint16_t>& values, std::vector<py::ssize_t> shape);
+
+py::dict log_columns(LogColumns columns);
+void bind_feed(py::module_& m);
+
+}  // namespace finemoe::bindings

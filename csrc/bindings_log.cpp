@@ -1,0 +1,192 @@
+// The log as NumPy columns, the feed, and the formulas that tests compare with their references.
+#include <map>
+
+#include "bindings.hpp"
+#include "feed.hpp"
+#include "search/select.hpp"
+
+namespace finemoe::bindings {
+
+namespace {
+
+template <typename T>
+py::array own(std::vector<T> values) {
+    auto* kept = new std::vector<T>(std::move(values));
+    const py::capsule owner(kept, [](void* p) { delete static_cast<std::vector<T>*>(p); });
+    return py::array_t<T>(static_cast<py::ssize_t>(kept->size()), kept->data(), owner);
+}
+
+template <typename T, typename Get>
+py::array column(const std::vector<Record>& records, Get get) {
+    py::array_t<T> out(static_cast<py::ssize_t>(records.size()));
+    T* data = out.mutable_data();
+    for (std::size_t i = 0; i < records.size(); ++i) {
+        data[i] = static_cast<T>(get(records[i]));
+    }
+    return out;
+}
+
+template <typename T>
+py::tuple list_column(ListColumn<T> c) {
+    return py::make_tuple(own(std::move(c.values)), own(std::move(c.ends)));
+}
+
+template <typename T>
+std::span<const T> view_of(const py::array& array, const char* name) {
+    if (array.itemsize() != sizeof(T) || (array.flags() & py::array::c_style) == 0) {
+        throw CoreError(std::string(name) + ": wrong type or not contiguous");
+    }
+    return {static_cast<const T*>(array.data()), static_cast<std::size_t>(array.size())};
+}
+
+}  // namespace
+
+py::dict log_columns(LogColumns c) {
+    py::dict d;
+    d["kind"] = column<std::uint8_t>(c.records, [](const Record& r) { return static_cast<int>(r.kind); });
+    d["detail"] = column<std::uint8_t>(c.records, [](const Record& r) { return r.detail; });
+    d["blocking"] = column<bool>(c.records, [](const Record& r) { return r.blocking; });
+    d["iteration"] = column<std::int32_t>(c.records, [](const Record& r) { return r.iteration; });
+    d["layer"] = column<std::int32_t>(c.records, [](const Record& r) { return r.layer; });
+    d["target"] = column<std::int32_t>(c.records, [](const Record& r) { return r.target; });
+    d["expert"] = column<std::int32_t>(c.records, [](const Record& r) { return r.expert; });
+    d["device"] = column<std::int32_t>(c.records, [](const Record& r) { return r.device; });
+    d["slot"] = column<std::int32_t>(c.records, [](const Record& r) { return r.slot; });
+    d["evicts"] = column<std::int32_t>(c.records, [](const Record& r) { return r.evicts; });
+    d["ticket"] = column<std::int64_t>(c.records, [](const Record& r) { return r.ticket; });
+    d["offset"] = column<std::int64_t>(c.records, [](const Record& r) { return r.offset; });
+    d["bytes"] = column<std::int64_t>(c.records, [](const Record& r) { return r.bytes; });
+    d["work"] = column<std::int64_t>(c.records, [](const Record& r) { return r.work; });
+    d["time_s"] = column<double>(c.records, [](const Record& r) { return r.time_s; });
+    d["experts"] = list_column(std::move(c.experts));
+    d["token_counts"] = list_column(std::move(c.token_counts));
+    d["requests"] = list_column(std::move(c.requests));
+    d["tokens"] = list_column(std::move(c.tokens));
+    d["phases"] = list_column(std::move(c.phases));
+    d["values"] = list_column(std::move(c.values));
+    d["reason"] = py::make_tuple(py::bytes(c.reason.values.data(), c.reason.values.size()),
+                                 own(std::move(c.reason.ends)));
+    return d;
+}
+
+void bind_feed(py::module_& m) {
+    py::class_<Feed>(m, "Feed")
+        .def(py::init<int, int, int>(), py::arg("layers"), py::arg("experts"), py::arg("embedding_width"))
+        .def(
+            "add",
+            [](Feed& feed, std::int64_t request, const py::array& gate, const py::array& experts,
+               const py::array& token_counts, const py::array& offsets, const py::object& embedding) {
+                RequestRoutingView view;
+                view.iterations = gate.ndim() > 0 ? gate.shape(0) : 0;
+                view.gate = view_of<std::uint16_t>(gate, "gate");
+                view.experts = view_of<std::int32_t>(experts, "experts");
+                view.token_counts = view_of<std::int32_t>(token_counts, "token_counts");
+                view.offsets = view_of<std::int64_t>(offsets, "offsets");
+                auto kept = py::make_tuple(gate, experts, token_counts, offsets, embedding);
+                if (!embedding.is_none()) {
+                    view.embedding =
+                        view_of<std::uint16_t>(py::reinterpret_borrow<py::array>(embedding), "embedding");
+                }
+                view.owner = std::shared_ptr<const void>(kept.release().ptr(), [](const void* p) {
+                    const py::gil_scoped_acquire gil;
+                    Py_DECREF(static_cast<PyObject*>(const_cast<void*>(p)));
+                });
+                feed.add(request, std::move(view));
+            },
+            py::arg("request"), py::arg("gate"), py::arg("experts"), py::arg("token_counts"),
+            py::arg("offsets"), py::arg("embedding"))
+        .def("remove", &Feed::remove, py::arg("request"))
+        .def(
+            "select",
+            [](Feed& feed, const std::vector<std::int64_t>& requests,
+               const std::vector<std::int64_t>& iterations, const std::vector<std::int32_t>& tokens,
+               bool prefill) {
+                feed.select(requests, iterations, tokens, prefill ? Phase::prefill : Phase::decode);
+            },
+            py::arg("requests"), py::arg("iterations"), py::arg("tokens"), py::arg("prefill"))
+        .def("begin_iteration", &Feed::begin_iteration, py::arg("core"), py::arg("time_s") = 0.0,
+             py::call_guard<py::gil_scoped_release>())
+        .def("gate", &Feed::gate, py::arg("core"), py::arg("layer"), py::arg("time_s") = 0.0,
+             py::call_guard<py::gil_scoped_release>())
+        .def(
+            "token_counts",
+            [](const Feed& feed, int layers) {
+                const auto& counts = feed.token_counts();
+                py::array_t<std::int32_t> out(
+                    {static_cast<py::ssize_t>(layers), static_cast<py::ssize_t>(counts.size()) / layers});
+                std::copy(counts.begin(), counts.end(), out.mutable_data());
+                return out;
+            },
+            py::arg("layers"))
+        .def("required_ahead", &Feed::required_ahead, py::arg("ahead"));
+
+    m.def(
+        "select_experts",
+        [](const py::array_t<float, py::array::c_style | py::array::forcecast>& p, float score, int top_k) {
+            std::vector<char> chosen(static_cast<std::size_t>(p.size()), 0);
+            select_experts({p.data(), static_cast<std::size_t>(p.size())}, delta_of(score), top_k, chosen);
+            std::vector<int> out;
+            for (std::size_t j = 0; j < chosen.size(); ++j) {
+                if (chosen[j] != 0) {
+                    out.push_back(static_cast<int>(j));
+                }
+            }
+            return out;
+        },
+        py::arg("p"), py::arg("score"), py::arg("top_k"), "The δ set of one searched row, ascending.");
+
+    py::class_<Searcher>(m, "Searcher",
+                         "Map store and searches on their own: for filling a store, benchmarks and tests.")
+        .def(py::init<const CoreConfig&>(), py::arg("config"))
+        .def(
+            "add",
+            [](Searcher& s, const py::array_t<float, py::array::c_style | py::array::forcecast>& map,
+               const py::object& unit_embedding) {
+                std::vector<float> unit;
+                if (!unit_embedding.is_none()) {
+                    const auto u =
+                        py::array_t<float, py::array::c_style | py::array::forcecast>::ensure(unit_embedding);
+                    unit.assign(u.data(), u.data() + u.size());
+                }
+                const std::span<const float> gates(map.data(), static_cast<std::size_t>(map.size()));
+                const py::gil_scoped_release release;
+                s.add(gates, unit);
+            },
+            py::arg("map"), py::arg("unit_embedding"))
+        .def("size", [](const Searcher& s) { return s.store().size(); })
+        .def(
+            "search_iteration",
+            [](Searcher& s, const py::array_t<float, py::array::c_style | py::array::forcecast>& gates,
+               const py::object& unit_embedding, int distance) {
+                const int layers = static_cast<int>(gates.shape(0));
+                auto it = std::make_shared<IterationRows>();
+                it->rows.push_back(Row{0, Phase::decode, 1, !unit_embedding.is_none()});
+                it->gates.assign(gates.data(), gates.data() + gates.size());
+                if (!unit_embedding.is_none()) {
+                    const auto u =
+                        py::array_t<float, py::array::c_style | py::array::forcecast>::ensure(unit_embedding);
+                    it->units.assign(u.data(), u.data() + u.size());
+                }
+                std::vector<std::pair<int, float>> found;
+                {
+                    const py::gil_scoped_release release;
+                    const auto run = [&](SearchKind kind, int layer, int target) {
+                        const SearchResult r = s.run(SearchRequest{0, kind, layer, target, -1, it});
+                        found.emplace_back(r.maps[0], r.scores[0]);
+                    };
+                    if (!it->units.empty()) {
+                        run(SearchKind::semantic, -1, distance - 1);
+                    }
+                    for (int l = 0; l + distance < layers; ++l) {
+                        run(SearchKind::trajectory, l, l + distance);
+                    }
+                }
+                return found;
+            },
+            py::arg("gates"), py::arg("unit_embedding"), py::arg("distance"),
+            "One iteration's searches, gates [L, J]: (place, score) of the semantic one (with an embedding), "
+            "then of the "
+            "trajectory search after each layer that has a target.");
+}
+
+}  // namespace finemoe::bindings

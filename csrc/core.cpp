@@ -1,0 +1,174 @@
+#include "core.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "f16.hpp"
+
+namespace finemoe {
+
+namespace {
+
+template <typename T>
+std::vector<T> drain(std::deque<T>& box) {
+    std::vector<T> out(std::make_move_iterator(box.begin()), std::make_move_iterator(box.end()));
+    box.clear();
+    return out;
+}
+
+}  // namespace
+
+void CoreConfig::validate() const {
+    const auto need = [](bool condition, const std::string& problem) {
+        if (!condition) {
+            throw CoreError(problem);
+        }
+    };
+    need(layers >= 1 && experts >= 1, "layers and experts must be at least 1");
+    need(layers <= 4096 && experts <= 65536, "more than 4096 layers or 65536 experts");
+    need(top_k >= 1 && top_k <= experts, "top_k must lie between 1 and experts");
+    need(devices >= 1 && devices <= kMaxDevices && devices <= total_experts(),
+         "devices must lie between 1 and 60, and no more than there are experts");
+    need(slots_per_device >= 1, "slots_per_device must be at least 1: one expert must fit on every device");
+    need(expert_bytes >= 1, "expert_bytes must be at least 1");
+    need(prefetch_distance >= 1, "prefetch_distance must be at least 1");
+    need(store_capacity >= 1, "store_capacity must be at least 1");
+    need(embedding_width >= 0 && embedding_work >= 0,
+         "embedding_width and embedding_work must not be negative");
+    need(frequency_decay > 0.0 && frequency_decay <= 1.0, "frequency_decay must lie in (0, 1]");
+    need(!preloaded || slots_per_device * devices >= total_experts(),
+         "preloaded needs a slot for every expert");
+}
+
+Core::Core(const CoreConfig& config, std::int64_t log_iterations)
+    : config_((config.validate(), config)),
+      experts_(static_cast<std::size_t>(config.total_experts())),
+      devices_(static_cast<std::size_t>(config.devices)),
+      eviction_(make_eviction(config.eviction)),
+      foresight_(config.total_experts()),
+      device_outbox_(static_cast<std::size_t>(config.devices)),
+      log_iterations_(log_iterations),
+      searcher_(config) {
+    log_.on = log_iterations != 0;
+    const auto counts = static_cast<std::size_t>(2 * config.layers);
+    layer_counts_ = {std::vector<std::int64_t>(counts), std::vector<std::int64_t>(counts),
+                     std::vector<std::int64_t>(counts)};
+    const float uniform = static_cast<float>(1.0 / config.experts);
+    for (Expert& e : experts_) {
+        e.p = uniform;
+    }
+    for (int g = 0; g < config.devices; ++g) {
+        const int owned = (config.total_experts() - g + config.devices - 1) / config.devices;
+        device(g).slots.assign(static_cast<std::size_t>(std::min(config.slots_per_device, owned)), kNone);
+    }
+    if (config.preloaded) {
+        for (ExpertId e = 0; e < config.total_experts(); ++e) {
+            const int slot = e / config.devices;
+            device_of(e).slots[static_cast<std::size_t>(slot)] = e;
+            at(e).status = Status::resident;
+            at(e).slot = slot;
+        }
+    }
+}
+
+void Core::require(bool condition, const std::string& problem) const {
+    if (!condition) {
+        throw CoreError(problem + " (iteration " + std::to_string(iteration_) + ", layer " +
+                        std::to_string(layer_now_) + ")");
+    }
+}
+
+void Core::require_running() const {
+    require(!aborted_, "the core stopped after an expert could not be loaded");
+}
+
+void Core::check_probabilities(std::span<const std::uint16_t> values, std::size_t expected) const {
+    require(values.size() == expected, "probabilities are not [rows, J]");
+    bool good = true;
+    for (const std::uint16_t h : values) {
+        good = good && h <= kHalfOne;  // 0 … 1; a sign bit or a NaN is above
+    }
+    require(good, "a probability is not in [0, 1]");
+}
+
+Record Core::record(RecordKind kind, double time_s) const {
+    Record r;
+    r.kind = kind;
+    r.time_s = time_s;
+    r.iteration = static_cast<std::int32_t>(iteration_);
+    if (kind == RecordKind::gate) {
+        r.layer = layer_now_;
+    }
+    return r;
+}
+
+std::vector<Command> Core::take_device(int g) {
+    const std::scoped_lock lock(mutex_);
+    require(g >= 0 && g < config_.devices, "take_device: no such device");
+    return drain(device_outbox_[static_cast<std::size_t>(g)]);
+}
+
+std::vector<Command> Core::take_searches() {
+    const std::scoped_lock lock(mutex_);
+    return drain(search_outbox_);
+}
+
+std::vector<Command> Core::take_forward() {
+    const std::scoped_lock lock(mutex_);
+    return drain(forward_outbox_);
+}
+
+std::vector<ExpertId> Core::chunk_ready() {
+    const std::scoped_lock lock(mutex_);
+    std::vector<ExpertId> ready;
+    std::copy_if(chunk_.begin(), chunk_.end(), std::back_inserter(ready),
+                 [&](ExpertId e) { return at(e).status == Status::resident; });
+    return ready;
+}
+
+std::vector<ExpertId> Core::residents(int g) {
+    const std::scoped_lock lock(mutex_);
+    require(g >= 0 && g < config_.devices, "residents: no such device");
+    std::vector<ExpertId> out;
+    std::copy_if(device(g).slots.begin(), device(g).slots.end(), std::back_inserter(out),
+                 [&](ExpertId e) { return e != kNone && at(e).status == Status::resident; });
+    return out;
+}
+
+StoreContents Core::store_contents() {
+    const std::scoped_lock work(work_mutex_);
+    const MapStore& store = searcher_.store();
+    StoreContents out;
+    std::vector<float> row(static_cast<std::size_t>(std::max(config_.experts, config_.embedding_width)));
+    for (int i = 0; i < store.size(); ++i) {
+        for (int l = 0; l < config_.layers; ++l) {
+            store.row(i, l, row.data());
+            std::transform(row.begin(), row.begin() + config_.experts, std::back_inserter(out.maps),
+                           float_to_half);
+        }
+        if (config_.embedding_width > 0) {
+            store.embedding(i, row.data());
+            std::transform(row.begin(), row.begin() + config_.embedding_width,
+                           std::back_inserter(out.embeddings), float_to_half);
+        }
+        out.written.push_back(store.written()[static_cast<std::size_t>(i)]);
+    }
+    return out;
+}
+
+Counters Core::counters() {
+    const std::scoped_lock lock(mutex_);
+    return counters_;
+}
+
+LayerCounts Core::layer_counts() {
+    const std::scoped_lock lock(mutex_);
+    return layer_counts_;
+}
+
+LogColumns Core::take_log() {
+    const std::scoped_lock lock(mutex_);
+    return log_.take();
+}
+
+}  // namespace finemoe

@@ -1,0 +1,177 @@
+// The policy core: events in, commands out. No clock, no device, no file (docs/core.md is its specification).
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "log.hpp"
+#include "rules/eviction.hpp"
+#include "rules/foresight.hpp"
+#include "search/searcher.hpp"
+#include "types.hpp"
+
+namespace finemoe {
+
+// Activated, hit and late experts per phase and layer.
+struct LayerCounts {
+    std::vector<std::int64_t> activated, hits, late;  // [2 · L], prefill first
+};
+
+// A store filled before the run: maps [n, L, J] and unit embeddings [n, h] as f16, ages [n].
+struct StoreContents {
+    std::vector<std::uint16_t> maps, embeddings;
+    std::vector<std::int64_t> written;
+};
+
+class Core {
+  public:
+    explicit Core(const CoreConfig& config, std::int64_t log_iterations = 0);
+
+    // Events. Each returns the mask of types.hpp; `time_s` is only written to the log.
+    std::uint64_t seed_store(const StoreContents& contents, double time_s = 0.0);
+    // embeddings: f16 [B, h] or empty
+    std::uint64_t begin_iteration(std::vector<Row> rows, std::span<const std::uint16_t> embeddings,
+                                  double time_s = 0.0);
+    // probabilities: f16 [B, J]; experts: ascending j with their token counts
+    std::uint64_t gate(int layer, std::span<const std::uint16_t> probabilities, std::span<const int> experts,
+                       std::span<const int> token_counts, double time_s = 0.0);
+    std::uint64_t speculation(int layer, int target, std::span<const std::uint16_t> probabilities,
+                              double time_s = 0.0);
+    std::uint64_t search_done(std::int64_t ticket, double time_s = 0.0);
+    std::uint64_t loaded(ExpertId expert, double time_s = 0.0);
+    std::uint64_t paused(ExpertId expert, std::int64_t bytes_done, double time_s = 0.0);
+    std::uint64_t load_failed(ExpertId expert, const std::string& reason, double time_s = 0.0);
+    std::uint64_t computed(int layer, std::span<const ExpertId> experts, double time_s = 0.0);
+    std::uint64_t computed_chunk(double time_s = 0.0);  // what is left of the current chunk
+    std::uint64_t end_iteration(double time_s = 0.0);
+    std::uint64_t foresight(std::int64_t step, const std::vector<std::vector<ExpertId>>& required,
+                            double time_s = 0.0);
+
+    // Outboxes; each consumer drains its own, in order.
+    std::vector<Command> take_device(int device);
+    std::vector<Command> take_searches();
+    std::vector<Command> take_forward();
+
+    // Runs searches and updates up to `ticket`, away from the core's mutex. search_done does it where nobody
+    // did.
+    void run_searches(std::int64_t ticket);
+    bool search_abandoned(std::int64_t ticket);
+
+    std::vector<ExpertId> chunk_ready();  // uncomputed members of the chunk that are resident
+    std::vector<ExpertId> residents(int device);
+    StoreContents store_contents();
+    Counters counters();
+    LayerCounts layer_counts();
+    LogColumns take_log();
+    const CoreConfig& config() const { return config_; }
+
+  private:
+    enum class Status : std::uint8_t { absent, loading, partial, resident };
+    struct Expert {
+        Status status = Status::absent;
+        bool pinned = false;
+        bool unused = false;  // loaded by prefetch, not yet required
+        bool required = false;
+        float p = 0.0F;
+        int slot = -1;
+        int failures = 0;
+        double frequency = 1.0;
+        std::int64_t stamp = 0;
+    };
+    struct QueueEntry {
+        ExpertId expert = kNone;
+        float p = 0.0F;
+    };
+    struct Device {
+        std::vector<ExpertId> slots;
+        std::vector<QueueEntry> queue;
+        std::vector<ExpertId> demand;  // ascending
+        ExpertId loading = kNone;
+        LoadKind loading_kind = LoadKind::demand;
+        std::int64_t loading_offset = 0, loading_queued_in = -1;
+        bool asked_to_pause = false;
+        ExpertId partial = kNone;
+        std::int64_t partial_bytes = 0;
+    };
+    struct Ticket {
+        SearchRequest request;
+        bool abandoned = false, ran = false;
+        SearchResult result;
+    };
+
+    Expert& at(ExpertId e) { return experts_[static_cast<std::size_t>(e)]; }
+    Device& device(int g) { return devices_[static_cast<std::size_t>(g)]; }
+    Device& device_of(ExpertId e) { return device(config_.device_of(e)); }
+    int layer_of(ExpertId e) const { return e / config_.experts; }
+    std::int64_t step() const { return iteration_ * config_.layers + layer_now_; }
+    void require(bool condition, const std::string& problem) const;
+    void require_running() const;
+    void check_probabilities(std::span<const std::uint16_t> values, std::size_t expected) const;
+    Record record(RecordKind kind, double time_s) const;
+
+    // core_requirement.cpp: a layer's requirement, chunk by chunk
+    void require_experts(std::span<const int> activated);
+    void purge_queues();
+    void form_chunk();
+    void finish_chunk_member(ExpertId e);
+
+    // core_loads.cpp: slots, victims, loads
+    std::uint64_t settle(double time_s);  // pumps every device, logs and counts, returns the mask
+    void pump(int g);
+    bool demand_anywhere() const;
+    bool start_demand(int g);
+    void start_prefetch(int g);
+    ExpertId victim(const Device& d) const;
+    EvictionView view(ExpertId e) const;
+    int free_slot(const Device& d) const;
+    ExpertId oracle_choice(int g, ExpertId& evicts) const;
+    void start_load(int g, ExpertId e, LoadKind kind, int slot, std::int64_t offset, ExpertId evicts);
+    void evict(ExpertId e);
+    void drop_partial(Device& d);
+    void demand(ExpertId e);
+    ExpertId in_flight(ExpertId e, const char* event) const;
+
+    // core_search.cpp: tickets and prefetch sets
+    void issue_search(SearchKind kind, int layer, int target, int row, std::int64_t work);
+    void apply_predictions(int layer, std::span<const float> predicted, std::span<const float> scores);
+    void emit(Command command);
+
+    const CoreConfig config_;
+    std::vector<Expert> experts_;
+    std::vector<Device> devices_;
+    std::unique_ptr<EvictionRule> eviction_;
+    Foresight foresight_;
+
+    std::int64_t iteration_ = -1, gates_ = 0;
+    int layer_now_ = -1;
+    bool open_ = false, aborted_ = false;
+    Phase phase_ = Phase::decode;
+    std::shared_ptr<IterationRows> rows_;
+    std::vector<ExpertId> chunk_, rest_;  // uncomputed members of the chunk; required and not yet in one
+    int chunk_missing_ = 0;
+
+    std::deque<Ticket> tickets_;
+    std::int64_t next_ticket_ = 0;
+    int stored_ = 0, pending_updates_ = 0;
+
+    std::vector<std::deque<Command>> device_outbox_;
+    std::deque<Command> search_outbox_, forward_outbox_;
+    std::vector<Command> emitted_;
+    Counters counters_;
+    LayerCounts layer_counts_;
+    DecisionLog log_;
+    std::int64_t log_iterations_;
+
+    std::mutex work_mutex_;  // taken before mutex_
+    Searcher searcher_;
+    std::mutex mutex_;
+};
+
+}  // namespace finemoe

@@ -1,0 +1,133 @@
+#include "feed.hpp"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace finemoe {
+
+namespace {
+
+void need(bool condition, const std::string& problem) {
+    if (!condition) {
+        throw CoreError(problem);
+    }
+}
+
+}  // namespace
+
+Feed::Feed(int layers, int experts, int embedding_width)
+    : layers_(layers),
+      experts_(experts),
+      width_(embedding_width),
+      counts_(static_cast<std::size_t>(layers) * static_cast<std::size_t>(experts)) {}
+
+void Feed::add(std::int64_t request, RequestRoutingView v) {
+    const auto n = static_cast<std::size_t>(v.iterations);
+    const auto cells = n * static_cast<std::size_t>(layers_);
+    const std::string who = "routing of request " + std::to_string(request) + ": ";
+    need(n > 0 && v.gate.size() == cells * static_cast<std::size_t>(experts_), who + "gate is not [n, L, J]");
+    need(v.offsets.size() == cells + 1 && v.offsets.front() == 0 &&
+             v.offsets.back() == static_cast<std::int64_t>(v.experts.size()) &&
+             std::is_sorted(v.offsets.begin(), v.offsets.end()) && v.experts.size() == v.token_counts.size(),
+         who + "offsets, experts and token counts do not fit together");
+    need(v.embedding.empty() || v.embedding.size() == n * static_cast<std::size_t>(width_),
+         who + "embedding is not [n, h]");
+    for (const std::int32_t e : v.experts) {
+        need(e >= 0 && e < experts_, who + "expert " + std::to_string(e) + " is not below J");
+    }
+    requests_[request] = std::move(v);
+}
+
+void Feed::remove(std::int64_t request) { requests_.erase(request); }
+
+void Feed::select(std::span<const std::int64_t> requests, std::span<const std::int64_t> iterations,
+                  std::span<const std::int32_t> tokens, Phase phase) {
+    need(requests.size() == iterations.size() && requests.size() == tokens.size(),
+         "one iteration and token count per row");
+    selected_.clear();
+    rows_.clear();
+    std::fill(counts_.begin(), counts_.end(), 0);
+    for (std::size_t r = 0; r < requests.size(); ++r) {
+        const auto it = requests_.find(requests[r]);
+        need(it != requests_.end(), "request " + std::to_string(requests[r]) + " has no routing");
+        const RequestRoutingView& v = it->second;
+        need(iterations[r] >= 0 && iterations[r] < v.iterations,
+             "request " + std::to_string(requests[r]) + " has no iteration " + std::to_string(iterations[r]));
+        selected_.push_back({&v, iterations[r]});
+        rows_.push_back({requests[r], phase, tokens[r], !v.embedding.empty()});
+        for (int l = 0; l < layers_; ++l) {
+            const auto cell = static_cast<std::size_t>(iterations[r] * layers_ + l);
+            std::int32_t* counts = counts_.data() + static_cast<std::ptrdiff_t>(l) * experts_;
+            for (std::int64_t i = v.offsets[cell]; i < v.offsets[cell + 1]; ++i) {
+                counts[v.experts[static_cast<std::size_t>(i)]] += v.token_counts[static_cast<std::size_t>(i)];
+            }
+        }
+    }
+}
+
+std::uint64_t Feed::begin_iteration(Core& core, double time_s) {
+    buffer_.clear();
+    const bool embedded =
+        core.config().embedding_width > 0 &&
+        std::any_of(rows_.begin(), rows_.end(), [](const Row& r) { return r.has_embedding; });
+    if (embedded) {
+        const auto width = static_cast<std::size_t>(width_);
+        buffer_.assign(rows_.size() * width, 0);
+        for (std::size_t r = 0; r < rows_.size(); ++r) {
+            if (rows_[r].has_embedding) {
+                const auto from = selected_[r].view->embedding.subspan(
+                    static_cast<std::size_t>(selected_[r].iteration) * width, width);
+                std::copy(from.begin(), from.end(), buffer_.begin() + static_cast<std::ptrdiff_t>(r * width));
+            }
+        }
+    }
+    return core.begin_iteration(rows_, buffer_, time_s);
+}
+
+std::uint64_t Feed::gate(Core& core, int layer, double time_s) {
+    need(layer >= 0 && layer < layers_, "no such layer");
+    const auto width = static_cast<std::size_t>(experts_);
+    buffer_.resize(selected_.size() * width);
+    for (std::size_t r = 0; r < selected_.size(); ++r) {
+        const auto cell = static_cast<std::size_t>(selected_[r].iteration * layers_ + layer);
+        const auto from = selected_[r].view->gate.subspan(cell * width, width);
+        std::copy(from.begin(), from.end(), buffer_.begin() + static_cast<std::ptrdiff_t>(r * width));
+    }
+    required_.clear();
+    required_counts_.clear();
+    const std::int32_t* counts = counts_.data() + static_cast<std::ptrdiff_t>(layer) * experts_;
+    for (int j = 0; j < experts_; ++j) {
+        if (counts[j] > 0) {
+            required_.push_back(j);
+            required_counts_.push_back(counts[j]);
+        }
+    }
+    return core.gate(layer, buffer_, required_, required_counts_, time_s);
+}
+
+std::vector<std::vector<ExpertId>> Feed::required_ahead(std::int64_t ahead) const {
+    std::vector<std::vector<ExpertId>> out(static_cast<std::size_t>(layers_));
+    std::vector<char> seen(static_cast<std::size_t>(experts_));
+    for (int l = 0; l < layers_; ++l) {
+        std::fill(seen.begin(), seen.end(), 0);
+        for (const Selected& s : selected_) {
+            const std::int64_t iteration = s.iteration + ahead;
+            if (iteration >= s.view->iterations) {
+                continue;
+            }
+            const auto cell = static_cast<std::size_t>(iteration * layers_ + l);
+            for (std::int64_t i = s.view->offsets[cell]; i < s.view->offsets[cell + 1]; ++i) {
+                seen[static_cast<std::size_t>(s.view->experts[static_cast<std::size_t>(i)])] = 1;
+            }
+        }
+        for (int j = 0; j < experts_; ++j) {
+            if (seen[static_cast<std::size_t>(j)] != 0) {
+                out[static_cast<std::size_t>(l)].push_back(l * experts_ + j);
+            }
+        }
+    }
+    return out;
+}
+
+}  // namespace finemoe

@@ -1,0 +1,50 @@
+// Stored iterations: expert maps (layer-major), prefix norms, unit embeddings, and the order they were
+// written in.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "search/block_matrix.hpp"
+
+namespace finemoe {
+
+class MapStore {
+  public:
+    MapStore(int layers, int experts, int embedding_width, int capacity);
+
+    int size() const { return static_cast<int>(written_.size()); }
+    int capacity() const { return capacity_; }
+    int blocks() const { return blocks_for(size()); }
+
+    // map [L, J]; unit embedding [h], empty: none. `place` < size() overwrites, == size() appends.
+    void put(int place, const float* map, std::span<const float> unit_embedding);
+    // The same with the age of a recorded store.
+    void restore(int place, const float* map, std::span<const float> unit_embedding, long long written);
+
+    void row(int place, int layer, float* out) const {
+        maps_[static_cast<std::size_t>(layer)].get(place, out);
+    }
+    void embedding(int place, float* out) const { embeddings_.get(place, out); }
+
+    const BlockMatrix& layer(int l) const { return maps_[static_cast<std::size_t>(l)]; }
+    const BlockMatrix& embeddings() const { return embeddings_; }
+    // 1 / norm of rows 0 … layer, per map
+    const float* inverse_norms(int l) const { return inverse_[static_cast<std::size_t>(l)].data(); }
+    const float* ones() const { return ones_.data(); }
+    const std::vector<long long>& written() const { return written_; }
+
+  private:
+    int layers_, experts_, width_, capacity_;
+    std::vector<BlockMatrix> maps_;
+    std::vector<FloatBlocks> inverse_;
+    BlockMatrix embeddings_;
+    FloatBlocks ones_;
+    std::vector<long long> written_;
+    long long writes_ = 0;
+};
+
+// f32(1 / √sum), 0 for 0: the factor that turns a dot product into a cosine.
+float inverse_norm(double sum_of_squares);
+
+}  // namespace finemoe

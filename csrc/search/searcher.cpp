@@ -1,0 +1,177 @@
+#include "search/searcher.hpp"
+
+#include <algorithm>
+
+namespace finemoe {
+namespace {
+
+const float* gate_row(const IterationRows& it, int experts, int layer, int row) {
+    return it.gates.data() + (static_cast<std::ptrdiff_t>(layer) * it.batch() + row) * experts;
+}
+
+}  // namespace
+
+Searcher::Searcher(const CoreConfig& config)
+    : config_(config), store_(config.layers, config.experts, config.embedding_width, config.store_capacity) {}
+
+std::span<const float> Searcher::unit_of(const IterationRows& it, int row) const {
+    if (!it.rows[static_cast<std::size_t>(row)].has_embedding) {
+        return {};
+    }
+    const auto width = static_cast<std::size_t>(config_.embedding_width);
+    return {it.units.data() + static_cast<std::size_t>(row) * width, width};
+}
+
+SearchResult Searcher::run(const SearchRequest& request) {
+    switch (request.kind) {
+        case SearchKind::semantic:
+            return semantic(request);
+        case SearchKind::trajectory:
+            return trajectory(request);
+        case SearchKind::update:
+            update(request);
+            break;
+    }
+    return {};
+}
+
+// Brings the running sums of an iteration up to `layer`: each layer adds one J-wide dot product per stored
+// map.
+void Searcher::follow(const std::shared_ptr<const IterationRows>& iteration, int layer) {
+    const IterationRows& it = *iteration;
+    const auto padded = static_cast<std::size_t>(store_.blocks()) * kBlock;
+    if (followed_ != iteration) {
+        followed_ = iteration;
+        layers_done_ = 0;
+        sums_.resize(std::max(sums_.size(), it.rows.size()));
+        for (std::size_t r = 0; r < it.rows.size(); ++r) {
+            sums_[r].assign(padded, 0.0F);
+        }
+        squares_.assign(it.rows.size(), 0.0);
+    }
+    for (; layers_done_ <= layer; ++layers_done_) {
+        for (int r = 0; r < it.batch(); ++r) {
+            const float* row = gate_row(it, config_.experts, layers_done_, r);
+            store_.layer(layers_done_)
+                .accumulate(row, store_.blocks(), sums_[static_cast<std::size_t>(r)].data());
+            for (int j = 0; j < config_.experts; ++j) {
+                squares_[static_cast<std::size_t>(r)] +=
+                    static_cast<double>(row[j]) * static_cast<double>(row[j]);
+            }
+        }
+    }
+}
+
+void Searcher::copy_targets(SearchResult& result, int batch) const {
+    result.predicted.assign(static_cast<std::size_t>(result.targets * batch * config_.experts), 0.0F);
+    for (int t = 0; t < result.targets; ++t) {
+        for (int r = 0; r < batch; ++r) {
+            const int map = result.maps[static_cast<std::size_t>(r)];
+            if (map >= 0) {
+                store_.row(
+                    map, result.first_target + t,
+                    result.predicted.data() + (static_cast<std::ptrdiff_t>(t) * batch + r) * config_.experts);
+            }
+        }
+    }
+}
+
+SearchResult Searcher::semantic(const SearchRequest& request) {
+    const IterationRows& it = *request.iteration;
+    SearchResult result{0, request.target + 1, {}, {}, {}};
+    const auto padded = static_cast<std::size_t>(store_.blocks()) * kBlock;
+    for (int r = 0; r < it.batch(); ++r) {
+        const auto unit = unit_of(it, r);
+        Best best;
+        if (!unit.empty()) {
+            scratch_.assign(padded, 0.0F);
+            store_.embeddings().accumulate(unit.data(), store_.blocks(), scratch_.data());
+            best = best_column(scratch_.data(), store_.ones(), store_.written(), store_.size());
+        }
+        result.maps.push_back(best.column);
+        result.scores.push_back(best.column >= 0 ? best.key : kNoScore);
+    }
+    copy_targets(result, it.batch());
+    return result;
+}
+
+SearchResult Searcher::trajectory(const SearchRequest& request) {
+    const IterationRows& it = *request.iteration;
+    follow(request.iteration, request.layer);
+    SearchResult result{request.target, 1, {}, {}, {}};
+    for (int r = 0; r < it.batch(); ++r) {
+        const auto row = static_cast<std::size_t>(r);
+        const Best best = best_column(sums_[row].data(), store_.inverse_norms(request.layer),
+                                      store_.written(), store_.size());
+        result.maps.push_back(best.column);
+        result.scores.push_back(best.key * inverse_norm(squares_[row]));
+    }
+    copy_targets(result, it.batch());
+    return result;
+}
+
+// The stored map that the new one repeats most: RDY = d/L · semantic + (L − d)/L · trajectory.
+int Searcher::most_redundant(const float* sums, float query_inverse, std::span<const float> unit) {
+    const int n = store_.size();
+    const float* inverse = store_.inverse_norms(config_.layers - 1);
+    const auto padded = static_cast<std::size_t>(store_.blocks()) * kBlock;
+    redundancy_.assign(padded, 0.0F);
+    scratch_.assign(padded, 0.0F);
+    const int distance = std::min(config_.prefetch_distance, config_.layers);
+    const float semantic_weight = static_cast<float>(static_cast<double>(distance) / config_.layers);
+    const float trajectory_weight =
+        static_cast<float>(static_cast<double>(config_.layers - distance) / config_.layers);
+    if (!unit.empty()) {
+        store_.embeddings().accumulate(unit.data(), store_.blocks(), scratch_.data());
+    }
+    for (int c = 0; c < n; ++c) {
+        const auto at = static_cast<std::size_t>(c);
+        const float trajectory = sums[c] * inverse[c] * query_inverse;
+        redundancy_[at] =
+            unit.empty() ? trajectory : semantic_weight * scratch_[at] + trajectory_weight * trajectory;
+    }
+    return best_column(redundancy_.data(), store_.ones(), store_.written(), n).column;
+}
+
+void Searcher::update(const SearchRequest& request) {
+    const IterationRows& it = *request.iteration;
+    follow(request.iteration, config_.layers - 1);
+    const auto row = static_cast<std::size_t>(request.row);
+    const auto unit = unit_of(it, request.row);
+    const int place = store_.size() < store_.capacity()
+                          ? store_.size()
+                          : most_redundant(sums_[row].data(), inverse_norm(squares_[row]), unit);
+    std::vector<float> map(static_cast<std::size_t>(config_.total_experts()));
+    for (int l = 0; l < config_.layers; ++l) {
+        const float* from = gate_row(it, config_.experts, l, request.row);
+        std::copy(from, from + config_.experts,
+                  map.data() + static_cast<std::ptrdiff_t>(l) * config_.experts);
+    }
+    store_.put(place, map.data(), unit);
+    refresh_sums(place);
+}
+
+// After a write the followed rows' sums for that place are those of the new map, added in the same order.
+void Searcher::refresh_sums(int place) {
+    const IterationRows& it = *followed_;
+    const auto padded = static_cast<std::size_t>(store_.blocks()) * kBlock;
+    for (int r = 0; r < it.batch(); ++r) {
+        auto& sums = sums_[static_cast<std::size_t>(r)];
+        sums.resize(padded, 0.0F);
+        float sum = 0.0F;
+        for (int l = 0; l < config_.layers; ++l) {
+            sum += store_.layer(l).dot(gate_row(it, config_.experts, l, r), place);
+        }
+        sums[static_cast<std::size_t>(place)] = sum;
+    }
+}
+
+void Searcher::add(std::span<const float> gates, std::span<const float> unit) {
+    auto iteration = std::make_shared<IterationRows>();
+    iteration->rows.push_back(Row{0, Phase::decode, 1, !unit.empty()});
+    iteration->gates.assign(gates.begin(), gates.end());
+    iteration->units.assign(unit.begin(), unit.end());
+    update(SearchRequest{0, SearchKind::update, config_.layers - 1, -1, 0, iteration});
+}
+
+}  // namespace finemoe
