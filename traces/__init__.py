@@ -1,0 +1,1 @@
+"""Request traces and routing traces: read, check, import, record and synthesise."""
