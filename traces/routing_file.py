@@ -1,0 +1,158 @@
+"""Routing traces as Parquet files: a streaming writer and a memory-mapped reader (docs/routing-format.md)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..errors import TraceError
+from .routing import RequestRouting, RoutingMeta, arrange
+from .routing_check import check_routing
+from .routing_parquet import columns_of, meta_of, request_of, request_starts, schema_of, table_of
+
+CACHED_REQUESTS = 8
+
+
+def write_routing(path: str | Path, meta: RoutingMeta, requests: Iterable[RequestRouting]) -> int:
+    """Write a routing trace and return its number of requests, numbered in the order they come.
+
+    One request is in memory at a time and is one row group. The file appears under its name only when it is
+    complete. Raises `TraceError` for a request that breaks a rule of the format, and for no request at all.
+    """
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    schema = schema_of(meta)
+    count = 0
+    try:
+        with pq.ParquetWriter(
+            partial, schema, compression="zstd", use_dictionary=False, write_page_checksum=True
+        ) as writer:
+            for routing in requests:
+                for distance in meta.speculation:
+                    if distance not in routing.speculation:
+                        raise TraceError(path, f"no rows at distance {distance}.", place=f"request {count}")
+                check_routing(routing, meta, path, count)
+                writer.write_table(table_of(count, routing, meta, schema), row_group_size=routing.iterations)
+                count += 1
+        if count == 0:
+            raise TraceError(path, "no requests to write.", remedy="Give at least one request.")
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return count
+
+
+class RoutingFile:
+    """A recorded or imported routing trace, read request by request through a memory map.
+
+    Request r of a run uses recording r mod N. A recording longer than asked for is cut; a shorter one
+    continues by cycling its decode iterations from the first one. The prefill's token counts are scaled to
+    the prompt's length. Where no prefill was recorded, iteration 0 is the first decode iteration with its
+    counts scaled. Raises `TraceError` for a file that is not a routing trace, and for a request that breaks a
+    rule when it is read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self._file = pq.ParquetFile(self.path, memory_map=True, page_checksum_verification=True)
+            self.meta = meta_of(self._file.schema_arrow, self.path)
+            order = self._file.read(columns=["request", "iteration", "phase"])
+        except FileNotFoundError:
+            raise TraceError(self.path, "no such file.") from None
+        except (pa.ArrowException, OSError) as error:
+            raise self._unreadable(error) from None
+        self._starts = request_starts(order, self.meta, self.path)
+        sizes = [self._file.metadata.row_group(g).num_rows for g in range(self._file.num_row_groups)]
+        self._group_starts = np.concatenate(([0], np.cumsum(sizes)))
+        self._cache: dict[tuple[int, tuple[int, ...]], RequestRouting] = {}
+        self._continued: dict[int, int] = {}
+        self._rescaled: set[int] = set()
+
+    @property
+    def requests(self) -> int:
+        """N, the number of recorded requests."""
+        return len(self._starts) - 1
+
+    @property
+    def continued_requests(self) -> int:
+        """Requests asked for so far that were longer than their recording."""
+        return len(self._continued)
+
+    @property
+    def continued_iterations(self) -> int:
+        """Iterations of those requests that repeat earlier ones of the recording."""
+        return sum(self._continued.values())
+
+    @property
+    def rescaled_prefills(self) -> int:
+        """Requests asked for so far whose prompt had another length than the recorded one."""
+        return len(self._rescaled)
+
+    def recorded(self, request: int, speculation: tuple[int, ...] = ()) -> RequestRouting:
+        """Recording number `request` (0 … N − 1) as it stands in the file, checked."""
+        for distance in speculation:
+            if distance not in self.meta.speculation:
+                raise TraceError(
+                    self.path,
+                    f"no speculation rows at distance {distance}; it has {list(self.meta.speculation)}.",
+                    place="columns",
+                    remedy="Choose a distance it has, or a policy that does not speculate.",
+                )
+        key = (request, tuple(sorted(set(speculation))))
+        if key not in self._cache:
+            while len(self._cache) >= CACHED_REQUESTS:
+                del self._cache[next(iter(self._cache))]
+            self._cache[key] = self._read(*key)
+        return self._cache[key]
+
+    def routing_for(
+        self, request: int, prompt_tokens: int, output_tokens: int, speculation: tuple[int, ...] = ()
+    ) -> RequestRouting:
+        """See `RoutingSource`."""
+        recording = request % self.requests
+        routing = self.recorded(recording, speculation)
+        first = 0 if self.meta.prefill == "none" else 1
+        cycle = routing.iterations - first
+        if output_tokens > 1 and cycle == 0:
+            raise TraceError(
+                self.path,
+                f"no decode iteration to continue with, {output_tokens - 1} are asked for.",
+                place=f"request {recording}",
+                remedy="Record at least two output tokens per request.",
+            )
+        order = np.arange(output_tokens)
+        order[1:] = first + (order[1:] - first) % max(cycle, 1)
+        if output_tokens > routing.iterations:
+            self._continued[request] = output_tokens - routing.iterations
+        if int(routing.tokens(self.meta.top_k)[0]) != prompt_tokens:
+            self._rescaled.add(request)
+        return arrange(routing, order, prompt_tokens, self.meta.top_k)
+
+    def _read(self, request: int, speculation: tuple[int, ...]) -> RequestRouting:
+        start, end = self._starts[request], self._starts[request + 1]
+        first = int(np.searchsorted(self._group_starts, start, side="right")) - 1
+        last = int(np.searchsorted(self._group_starts, end, side="left"))
+        try:
+            table = self._file.read_row_groups(
+                range(first, last), columns=columns_of(self.meta, speculation), use_threads=False
+            )
+        except (pa.ArrowException, OSError) as error:
+            raise self._unreadable(error, place=f"request {request}") from None
+        table = table.slice(start - int(self._group_starts[first]), end - start)
+        return request_of(table, request, self.meta, speculation, self.path)
+
+    def _unreadable(self, error: Exception, place: str = "") -> TraceError:
+        reason = str(error).splitlines()[0].rstrip(".")
+        return TraceError(
+            self.path,
+            f"cannot be read as Parquet ({reason}).",
+            place=place,
+            remedy="Copy or record it again.",
+        )

@@ -1,0 +1,165 @@
+"""Settings of the synthetic routing generator, one TOML file per model in traces/presets/."""
+
+from __future__ import annotations
+
+import math
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ..errors import SettingError
+
+
+class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The hidden state that all layers read, one vector per token.
+
+    Each of its `dimensions` acts on all layers with weight `global_share` and beyond that on the layers
+    around a centre of its own, with a Gaussian profile `layer_width` layers wide: neighbouring layers have
+    more in common.
+    """
+
+    dimensions: int
+    layer_width: float
+    global_share: float
+
+
+class Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the variance of a gate logit comes from; the shares sum to 1.
+
+    `topic` of the request, the `request` itself, a slow `drift` within it, the current `token`'s kind, the
+    `iteration` (as seen by all layers), and each `layer` for itself.
+    """
+
+    topic: float
+    request: float
+    drift: float
+    token: float
+    iteration: float
+    layer: float
+
+
+class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a request is about: `topics`; `kinds` of tokens with Zipf exponent `zipf`, of which `topical` is
+    the
+    share drawn from the topic's own order of kinds; `drift_correlation` of the drift between two
+    iterations."""
+
+    topics: int
+    kinds: int
+    zipf: float
+    topical: float
+    drift_correlation: float
+
+
+class Rows(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`entropy_bits`: mean entropy of a decode row at evenly spaced layers from the first to the last,
+    interpolated
+    between; `bias`: standard deviation of the experts' lasting preference, in logit standard deviations."""
+
+    entropy_bits: tuple[float, ...]
+    bias: float
+
+
+class EmbeddingShares(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the variance of the semantic embedding comes from; the shares sum to 1."""
+
+    topic: float
+    request: float
+    token: float
+    noise: float
+
+
+class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where a group of parameters comes from."""
+
+    label: Literal["MEASURED", "CALIBRATED", "DERIVED", "ASSUMED"]
+    source: str
+
+
+class RoutingPreset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything `SyntheticRouting` needs to know about a model.
+
+    `speculation_recall`: share of the true top K found in the speculated row at distance 1, 2, …; further
+    distances fall by the last ratio. `prefill_sample`: prompt tokens that are drawn one by one, the others
+    follow their distribution. `evidence` has an entry for each group of parameters; `measured` holds
+    statistics of the generated routing (definitions in routing_stats.py), kept by the tests.
+    """
+
+    model: str
+    layers: int
+    experts: int
+    top_k: int
+    expert_bytes: int
+    embedding_width: int
+    prefill_sample: int
+    speculation_recall: tuple[float, ...]
+    latent: Latent
+    shares: Shares
+    tokens: Tokens
+    rows: Rows
+    embedding: EmbeddingShares
+    evidence: dict[str, Evidence]
+    measured: dict[str, float]
+
+    def __post_init__(self) -> None:
+        problems = _problems(self)
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+def _problems(preset: RoutingPreset) -> list[str]:
+    found = []
+
+    def require(sound: bool, text: str) -> None:
+        if not sound:
+            found.append(text)
+
+    require(1 <= preset.top_k < preset.experts <= 1024, "needs 1 ≤ top_k < experts ≤ 1024")
+    for name in ("layers", "expert_bytes", "embedding_width", "prefill_sample"):
+        require(getattr(preset, name) >= 1, f"{name} must be at least 1")
+    for group in ("shares", "embedding"):
+        values = msgspec.structs.asdict(getattr(preset, group))
+        require(min(values.values()) >= 0, f"{group}: no share may be negative")
+        require(abs(sum(values.values()) - 1) < 1e-6, f"{group}: sum to {sum(values.values()):g}, must be 1")
+    require(preset.latent.dimensions >= 1, "latent.dimensions must be at least 1")
+    require(preset.latent.layer_width > 0, "latent.layer_width must be positive")
+    require(0 <= preset.latent.global_share <= 1, "latent.global_share must be in [0, 1]")
+    require(preset.tokens.topics >= 1 and preset.tokens.kinds >= 2, "tokens: topics ≥ 1 and kinds ≥ 2")
+    require(preset.tokens.zipf >= 0, "tokens.zipf must not be negative")
+    require(0 <= preset.tokens.topical <= 1, "tokens.topical must be in [0, 1]")
+    require(0 <= preset.tokens.drift_correlation < 1, "tokens.drift_correlation must be in [0, 1)")
+    require(preset.rows.bias >= 0, "rows.bias must not be negative")
+    most = math.log2(preset.experts)
+    require(
+        bool(preset.rows.entropy_bits) and all(0 < bits < most for bits in preset.rows.entropy_bits),
+        f"rows.entropy_bits must be between 0 and log2(experts) = {most:.2f}",
+    )
+    least = preset.top_k / preset.experts
+    require(
+        bool(preset.speculation_recall) and all(least < r <= 1 for r in preset.speculation_recall),
+        f"speculation_recall must be above chance ({least:.3f}) and at most 1",
+    )
+    return found
+
+
+def load_preset(name: str | Path) -> RoutingPreset:
+    """A shipped preset by name, or one of the user's own by path of its TOML file.
+
+    Raises `SettingError` for an unknown name, unknown keys and values out of range.
+    """
+    folder = files(__package__) / "presets"
+    shipped = sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    source = folder / f"{name}.toml" if str(name) in shipped else Path(name)
+    try:
+        text = source.read_bytes()
+    except OSError:
+        raise SettingError(
+            f"routing preset {str(name)!r}: neither a file nor one of {', '.join(shipped)}. "
+            "Choose one of these or give the path of a TOML file."
+        ) from None
+    try:
+        return msgspec.toml.decode(text, type=RoutingPreset)
+    except msgspec.DecodeError as error:
+        raise SettingError(f"routing preset {str(name)!r}: {error}. Correct the TOML file.") from None

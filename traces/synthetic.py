@@ -1,0 +1,234 @@
+"""Synthetic routing: what a model of a preset's shape might route, with the statistics that the preset
+states.
+
+Every token has a latent vector: a sum of its request's topic, the request, a slow drift, the kind of the
+token (Zipf distributed, partly in the topic's own order) and noise. All layers read this one vector, each
+through a matrix of its own, which is why early layers tell about later ones; softmax of what they read is the
+gate's row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import SettingError
+from .routing import Half, RequestRouting, RoutingMeta
+from .routing_preset import RoutingPreset, load_preset
+from .synthetic_math import (
+    Floats,
+    chosen_experts,
+    drift,
+    prompt_counts,
+    readout,
+    scale_for_entropy,
+    softmax,
+    standardised,
+)
+
+__all__ = ["RoutingPreset", "SyntheticRouting", "load_preset"]
+
+CHUNK_ITERATIONS = 256
+FIT_ITERATIONS = 96
+LONG_RUN_WEIGHT = 8.0
+NOISE_LEVELS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3, 1.7, 2.2, 3.0, 5.0, 10.0)
+
+_WORLD, _FIT, _PREFILL, _DECODE, _NOISE, _EMBEDDING, _SPECULATION = range(7)
+
+
+class SyntheticRouting:
+    """A routing source that makes request i up from (preset, seed, i, lengths): the same bytes in any order.
+
+    The floats are those of one machine's NumPy and BLAS; another CPU may round the last bit of a gate
+    differently. Raises `SettingError` for lengths below 1 and distances outside 1 … L − 1.
+    """
+
+    def __init__(self, preset: RoutingPreset, seed: int) -> None:
+        self.preset = preset
+        self.seed = seed
+        self.meta = RoutingMeta(
+            model=preset.model,
+            layers=preset.layers,
+            experts=preset.experts,
+            top_k=preset.top_k,
+            expert_bytes=preset.expert_bytes,
+            embedding_width=preset.embedding_width,
+            source="synthetic",
+            gate_content="full",
+            generator_seed=seed,
+            prefill="recorded",
+            speculation=tuple(range(1, preset.layers)),
+            notes=f"made up by FineMoE's generator from the preset {preset.model}",
+        )
+        rng, latent, tokens = self._stream(_WORLD), preset.latent, preset.tokens
+        width = preset.layers * preset.experts
+        chance = np.arange(1.0, tokens.kinds + 1) ** -tokens.zipf
+        self._kind_cdf = np.cumsum(chance / chance.sum())
+        self._kinds = standardised(rng.standard_normal((tokens.kinds, latent.dimensions)), chance)
+        self._topics = standardised(rng.standard_normal((tokens.topics, latent.dimensions)))
+        self._kind_embeddings = rng.standard_normal((tokens.kinds, preset.embedding_width), np.float32)
+        self._topic_embeddings = rng.standard_normal((tokens.topics, preset.embedding_width), np.float32)
+        # In logit units until the sample has told the factor that gives the rows their entropy.
+        self._readout = readout(rng, preset)
+        self._bias = rng.standard_normal(width, np.float32) * np.float32(preset.rows.bias)
+        self._layer_noise = np.full(width, np.sqrt(preset.shares.layer), np.float32)
+        self._unit = np.ones(width, np.float32)
+        sample = self._sample()
+        factor = np.repeat(scale_for_entropy(sample, preset), preset.experts)
+        for part in (self._readout, self._bias, self._layer_noise, self._unit):
+            part *= factor
+        self._fit_logits = (sample.reshape(len(sample), -1) * factor).astype(np.float32)
+        chosen = self._counts(self._gate(self._fit_logits.copy()))
+        self._long_run = chosen / chosen.sum(axis=1, keepdims=True)
+        self._recall_curve: list[float] = []
+
+    def routing_for(
+        self, request: int, prompt_tokens: int, output_tokens: int, speculation: tuple[int, ...] = ()
+    ) -> RequestRouting:
+        """See `RoutingSource`."""
+        preset, layers, top_k = self.preset, self.preset.layers, self.preset.top_k
+        if min(prompt_tokens, output_tokens) < 1:
+            raise SettingError(
+                f"request {request}: {prompt_tokens} prompt and {output_tokens} output tokens, "
+                "both must be at least 1."
+            )
+        noise = {distance: self.speculation_noise(distance) for distance in speculation}
+        gate = np.empty((output_tokens, layers, preset.experts), np.float16)
+        guesses = {distance: np.zeros_like(gate) for distance in speculation}
+        draws = {distance: self._stream(_SPECULATION, request, distance) for distance in speculation}
+
+        rng = self._stream(_PREFILL, request)
+        topic = int(rng.integers(preset.tokens.topics))
+        lasting = np.sqrt(preset.shares.topic) * self._topics[topic]
+        lasting += np.sqrt(preset.shares.request) * rng.standard_normal(len(lasting), np.float32)
+        sample = min(prompt_tokens, preset.prefill_sample)
+        latents, prompt_kinds = self._latents(rng, topic, lasting, sample, 0.0)
+        logits = self._logits(rng, latents)
+        for distance in speculation:
+            rows = self._guess(draws[distance], logits, distance, noise[distance])
+            guesses[distance][0, : layers - distance] = rows.mean(axis=0, dtype=np.float32)
+        rows = self._gate(logits)
+        gate[0] = rows.mean(axis=0, dtype=np.float32)
+        counts = prompt_counts(rng, self._counts(rows), self._long_run, prompt_tokens, top_k, LONG_RUN_WEIGHT)
+        _, head = np.nonzero(counts)
+
+        rng, layer_rng = self._stream(_DECODE, request), self._stream(_NOISE, request)
+        latents, kinds = self._latents(
+            rng, topic, lasting, output_tokens - 1, preset.tokens.drift_correlation
+        )
+        tail = [np.empty(0, np.uint16)]
+        for start in range(0, output_tokens - 1, CHUNK_ITERATIONS):
+            logits = self._logits(layer_rng, latents[start : start + CHUNK_ITERATIONS])
+            part = slice(1 + start, 1 + start + len(logits))
+            for distance in speculation:
+                rows = self._guess(draws[distance], logits, distance, noise[distance])
+                guesses[distance][part, : layers - distance] = rows
+            gate[part] = self._gate(logits)
+            tail.append(chosen_experts(gate[part], top_k))
+        experts = np.concatenate((head.astype(np.uint16), *tail))
+        ones = np.ones(len(experts) - len(head), np.int32)
+        lengths = np.full(output_tokens * layers, top_k)
+        lengths[:layers] = np.count_nonzero(counts, axis=1)
+        return RequestRouting(
+            gate=gate,
+            experts=experts,
+            token_counts=np.concatenate((counts[counts > 0].astype(np.int32), ones)),
+            offsets=np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths))),
+            embedding=self._embed(request, topic, prompt_kinds, kinds),
+            speculation=guesses,
+        )
+
+    def speculation_noise(self, distance: int) -> float:
+        """Noise on the logits, in their standard deviations, that gives the preset's recall at `distance`."""
+        preset = self.preset
+        if not 1 <= distance < preset.layers:
+            raise SettingError(f"speculation distance {distance}: choose from 1 … {preset.layers - 1}.")
+        stated = preset.speculation_recall
+        recall = stated[min(distance, len(stated)) - 1]
+        if distance > len(stated) > 1:
+            recall *= (stated[-1] / stated[-2]) ** (distance - len(stated))
+        if not self._recall_curve:
+            shape = (-1, preset.layers, preset.experts)
+            truth = chosen_experts(self._gate(self._fit_logits.copy()), preset.top_k)
+            owner = np.repeat(np.arange(len(truth) // preset.top_k), preset.top_k) * preset.experts
+            error = self._stream(_FIT, 1).standard_normal(self._fit_logits.shape, np.float32) * self._unit
+            for level in NOISE_LEVELS:
+                guess = (self._fit_logits + error * np.float32(level)) * np.float32(1 / np.hypot(1, level))
+                found = chosen_experts(self._gate(guess).reshape(shape), preset.top_k)
+                self._recall_curve.append(len(np.intersect1d(truth + owner, found + owner)) / len(truth))
+        return float(np.interp(-recall, -np.array(self._recall_curve), NOISE_LEVELS))
+
+    def _stream(self, purpose: int, request: int = 0, part: int = 0) -> np.random.Generator:
+        return np.random.default_rng(np.random.SeedSequence(self.seed, spawn_key=(purpose, request, part)))
+
+    def _sample(self) -> Floats:
+        """Logits [n, L, J] of decode iterations, each of another request."""
+        rng, shares, size = self._stream(_FIT), self.preset.shares, self.preset.latent.dimensions
+        rows = []
+        for topic in rng.integers(self.preset.tokens.topics, size=FIT_ITERATIONS):
+            lasting = np.sqrt(shares.topic) * self._topics[topic]
+            lasting += np.sqrt(shares.request) * rng.standard_normal(size, np.float32)
+            rows.append(self._latents(rng, int(topic), lasting, 1, 0.0)[0])
+        return self._logits(rng, np.concatenate(rows)).reshape(
+            FIT_ITERATIONS, self.preset.layers, self.preset.experts
+        )
+
+    def _latents(
+        self, rng: np.random.Generator, topic: int, lasting: Floats, n: int, correlation: float
+    ) -> tuple[Floats, npt.NDArray[np.int64]]:
+        """Latent vectors [n, D] of n tokens, and their kinds [n]."""
+        shares, tokens = self.preset.shares, self.preset.tokens
+        kinds = np.searchsorted(self._kind_cdf, rng.random(n)).clip(max=tokens.kinds - 1)
+        # A topic's own order of kinds: the common one, turned by another step for each topic.
+        turned = (kinds + (topic + 1) * (tokens.kinds // (tokens.topics + 1))) % tokens.kinds
+        kinds = np.where(rng.random(n) < tokens.topical, turned, kinds)
+        latents = drift(rng, n, len(lasting), correlation) * np.float32(np.sqrt(shares.drift))
+        latents += lasting
+        latents += self._kinds[kinds] * np.float32(np.sqrt(shares.token))
+        latents += rng.standard_normal(latents.shape, np.float32) * np.float32(np.sqrt(shares.iteration))
+        return latents, kinds
+
+    def _logits(self, rng: np.random.Generator, latents: Floats) -> Floats:
+        logits = rng.standard_normal((len(latents), len(self._bias)), np.float32)
+        logits *= self._layer_noise
+        logits += latents @ self._readout
+        logits += self._bias
+        return logits
+
+    def _gate(self, logits: Floats) -> Half:
+        """f16 rows [n, L, J]; overwrites `logits`."""
+        rows = softmax(logits, self.preset.experts).astype(np.float16)
+        return rows.reshape(len(logits), -1, self.preset.experts)
+
+    def _guess(self, rng: np.random.Generator, logits: Floats, distance: int, noise: float) -> Half:
+        skipped = distance * self.preset.experts
+        guess = rng.standard_normal((len(logits), logits.shape[1] - skipped), np.float32)
+        guess *= self._unit[skipped:] * np.float32(noise)
+        guess += logits[:, skipped:]
+        guess /= np.float32(np.hypot(1, noise))
+        return self._gate(guess)
+
+    def _counts(self, gate: Half) -> npt.NDArray[np.int64]:
+        """How often each expert is in the top K of `gate` [n, L, J]: [L, J]."""
+        _, layers, experts = gate.shape
+        flat = chosen_experts(gate, self.preset.top_k).reshape(-1, layers, self.preset.top_k)
+        place = flat + np.arange(layers)[:, None] * experts
+        return np.bincount(place.reshape(-1), minlength=layers * experts).reshape(layers, experts)
+
+    def _embed(
+        self,
+        request: int,
+        topic: int,
+        prompt_kinds: npt.NDArray[np.int64],
+        kinds: npt.NDArray[np.int64],
+    ) -> Half:
+        """Mean over the prompt's tokens, then each decode iteration's token: [1 + len(kinds), h]."""
+        shares, rng = self.preset.embedding, self._stream(_EMBEDDING, request)
+        rows = np.concatenate(
+            (self._kind_embeddings[prompt_kinds].mean(axis=0, keepdims=True), self._kind_embeddings[kinds])
+        ) * np.float32(np.sqrt(shares.token))
+        rows += np.sqrt(shares.topic) * self._topic_embeddings[topic]
+        rows += np.sqrt(shares.request) * rng.standard_normal(rows.shape[1], np.float32)
+        noise = rng.standard_normal(rows.shape, np.float32) * np.float32(np.sqrt(shares.noise))
+        noise[0] /= np.float32(np.sqrt(len(prompt_kinds)))
+        return (rows + noise).astype(np.float16)

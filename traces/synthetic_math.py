@@ -1,0 +1,124 @@
+"""The arithmetic of the synthetic generator, on plain arrays. n iterations, L layers, J experts, K chosen, D
+latent."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import SettingError
+from .routing_preset import RoutingPreset
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+LARGEST_SCALE = 12.0  # keeps exp() of six standard deviations inside f32
+_DRIFT_BLOCK = 64
+
+
+def readout(rng: np.random.Generator, preset: RoutingPreset) -> Floats:
+    """Matrix [D, L·J] from the latent vector to logits of unit variance."""
+    latent = preset.latent
+    centres = np.linspace(0, preset.layers - 1, latent.dimensions)[:, None]
+    near = np.exp(-0.5 * ((np.arange(preset.layers) - centres) / latent.layer_width) ** 2)
+    power = latent.global_share + (1 - latent.global_share) * near
+    weights = rng.standard_normal((latent.dimensions, preset.layers, preset.experts))
+    weights *= np.sqrt(power)[:, :, None]
+    weights /= np.sqrt((weights**2).sum(axis=0))
+    return weights.reshape(latent.dimensions, -1).astype(np.float32)
+
+
+def standardised(values: Doubles, weights: Doubles | None = None) -> Floats:
+    """Columns of `values` [n, D] with mean 0 and variance 1 under `weights` [n]; a single row becomes 0."""
+    mean = np.average(values, axis=0, weights=weights)
+    spread = np.sqrt(np.average((values - mean) ** 2, axis=0, weights=weights))
+    return ((values - mean) / np.where(spread > 0, spread, 1)).astype(np.float32)
+
+
+def drift(rng: np.random.Generator, n: int, dimensions: int, correlation: float) -> Floats:
+    """Stationary AR(1) series [n, D] of unit variance: x[t] = r·x[t−1] + √(1 − r²)·noise."""
+    series = rng.standard_normal((n, dimensions), dtype=np.float32)
+    powers = correlation ** np.arange(_DRIFT_BLOCK + 1, dtype=np.float64)
+    steps = np.arange(_DRIFT_BLOCK)
+    mix = np.tril(powers[np.abs(steps[:, None] - steps)]) * np.sqrt(1 - correlation**2)
+    mix, decay = mix.astype(np.float32), powers[1:, None].astype(np.float32)
+    if n:
+        series[0] /= np.float32(np.sqrt(1 - correlation**2))
+    before = np.zeros(dimensions, np.float32)
+    for start in range(0, n, _DRIFT_BLOCK):
+        block = series[start : start + _DRIFT_BLOCK]
+        size = len(block)
+        block[:] = mix[:size, :size] @ block + decay[:size] * before
+        before = block[-1]
+    return series
+
+
+def softmax(logits: Floats, experts: int) -> Floats:
+    """Rows of J logits to probabilities, in place; logits must stay below 88 (see LARGEST_SCALE)."""
+    np.exp(logits, out=logits)
+    rows = logits.reshape(-1, experts)
+    rows *= (1 / (rows @ np.ones(experts, np.float32)))[:, None]
+    return logits
+
+
+def chosen_experts(gate: npt.NDArray[np.float16], top_k: int) -> npt.NDArray[np.uint16]:
+    """Top K of the rows of `gate` [..., J], flat, ascending in a row; of equal values the lower expert."""
+    experts = gate.shape[-1]
+    # Positive f16 sort like their bit patterns; the expert below them makes every key different.
+    keys = np.ascontiguousarray(gate).view(np.uint16).reshape(-1, experts).astype(np.int32)
+    keys <<= 10
+    keys |= np.arange(1023, 1023 - experts, -1, dtype=np.int32)
+    least = np.partition(keys, experts - top_k, axis=1)[:, experts - top_k]
+    return np.asarray(np.flatnonzero(keys >= least[:, None]) % experts, dtype=np.uint16)
+
+
+def scale_for_entropy(logits: Floats, preset: RoutingPreset) -> Floats:
+    """Factor per layer [L] that gives the sample `logits` [n, L, J] the preset's mean entropy."""
+    bits = preset.rows.entropy_bits
+    goal = np.interp(np.linspace(0, 1, preset.layers), np.linspace(0, 1, len(bits)), bits)
+    low, high = np.zeros(preset.layers), np.full(preset.layers, LARGEST_SCALE)
+    entropy = goal
+    for _ in range(16):
+        middle = (low + high) / 2
+        scaled = logits * middle[:, None].astype(np.float32)
+        weights = np.exp(scaled)
+        total = weights.sum(axis=2)
+        nats = np.log(total) - (weights * scaled).sum(axis=2) / total
+        entropy = nats.mean(axis=0) / np.log(2)
+        low, high = np.where(entropy > goal, middle, low), np.where(entropy > goal, high, middle)
+    if np.abs(entropy - goal).max() > 0.05:
+        layer = int(np.argmax(np.abs(entropy - goal)))
+        raise SettingError(
+            f"routing preset {preset.model}: rows.entropy_bits of {goal[layer]:.2f} in layer {layer} is out "
+            f"of reach; the nearest that can be made is {entropy[layer]:.2f}. Choose that or a value beyond it."
+        )
+    return np.asarray((low + high) / 2, dtype=np.float32)
+
+
+def prompt_counts(
+    rng: np.random.Generator,
+    sampled: npt.NDArray[np.int64],
+    long_run: Doubles,
+    tokens: int,
+    top_k: int,
+    weight: float,
+) -> npt.NDArray[np.int64]:
+    """Token counts [L, J] of a prompt of `tokens` tokens, of which some were `sampled` [L, J] one by one.
+
+    The others follow the sample's distribution, mixed with `weight` tokens' worth of `long_run` [L, J]. Every
+    row sums to tokens · K and no count exceeds `tokens`.
+    """
+    drawn = int(sampled[0].sum()) // top_k
+    rest = tokens - drawn
+    if rest == 0:
+        return sampled
+    chance = sampled / top_k + weight * long_run
+    counts = rng.multinomial(rest * top_k, chance / chance.sum(axis=1, keepdims=True))
+    for layer in np.flatnonzero((counts > rest).any(axis=1)):
+        row = counts[layer]
+        excess = int(np.maximum(row - rest, 0).sum())
+        np.minimum(row, rest, out=row)
+        order = np.argsort(-chance[layer], kind="stable")
+        room = np.cumsum(rest - row[order])
+        row[order] += np.diff(np.minimum(room, excess), prepend=0)
+    return np.asarray(sampled + counts)
