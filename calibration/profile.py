@@ -1,6 +1,6 @@
 """Hardware profiles: a machine's figures, each with unit, source and evidence, read from TOML.
 
-A profile file has `name`, `description` and one table per figure, named like the attribute of `HardwareProfile`:
+A profile file has `name`, `description` and one table per figure, named like `HardwareProfile`'s attribute:
 
     [link_bandwidth]
     value = 23.9
@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import math
 import tomllib
+from decimal import Decimal
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -25,19 +26,21 @@ Evidence = Literal["MEASURED", "CALIBRATED", "SIMULATED", "DERIVED", "ASSUMED"]
 EVIDENCE: tuple[Evidence, ...] = get_args(Evidence)
 PROFILE_FOLDER = Path(__file__).parent / "profiles"
 
-# unit -> factor to the base unit, per dimension; GB = 10^9, GiB = 2^30
-_BYTES = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
-_BANDWIDTH = {f"{unit}/s": factor for unit, factor in _BYTES.items()}
-_TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-_FLOPS = {"FLOP/s": 1.0, "GFLOP/s": 1e9, "TFLOP/s": 1e12}
-_RATE = {"values/s": 1.0}
-_RATIO = {"1": 1.0}
+# unit -> factor to the base unit, per dimension; GB = 10^9, GiB = 2^30. Decimal: 5 us is 5e-6 exactly.
+_Units = dict[str, Decimal]
+_BYTES: _Units = {unit: Decimal(1000**i) for i, unit in enumerate(("B", "kB", "MB", "GB", "TB"))}
+_BYTES |= {unit: Decimal(1024**i) for i, unit in enumerate(("KiB", "MiB", "GiB"), start=1)}
+_BANDWIDTH: _Units = {f"{unit}/s": factor for unit, factor in _BYTES.items()}
+_TIME: _Units = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6")}
+_FLOPS: _Units = {"FLOP/s": Decimal(1), "GFLOP/s": Decimal(10**9), "TFLOP/s": Decimal(10**12)}
+_RATE: _Units = {"values/s": Decimal(1)}
+_RATIO: _Units = {"1": Decimal(1)}
 
 
 class _Rule(msgspec.Struct, frozen=True):
     """What a figure may be: its units, whether it is a whole number, and its bounds in base units."""
 
-    units: dict[str, float]
+    units: _Units
     whole: bool = False
     least: float = 0.0  # excluded when 0
     most: float = math.inf
@@ -120,8 +123,8 @@ def profile_names() -> tuple[str, ...]:
 def load_profile(name_or_path: str | Path) -> HardwareProfile:
     """The shipped profile of that name, or the one in a TOML file.
 
-    Raises SettingError: unknown name or key (with the nearest one), missing key, wrong unit, or a value that is not
-    a positive finite number within its bounds.
+    Raises SettingError: unknown name or key (with the nearest one), missing key, wrong unit, or a value that
+    is not a positive finite number within its bounds.
     """
     text = str(name_or_path)
     names = profile_names()
@@ -145,16 +148,20 @@ def _read(path: Path) -> HardwareProfile:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SettingError(f"{path}: cannot be read ({error.strerror}). Give a profile's .toml file.") from None
+        raise SettingError(
+            f"{path}: cannot be read ({error.strerror}). Give a profile's .toml file."
+        ) from None
     except ValueError as error:
         raise SettingError(f"{path}: not TOML ({error}). Give a profile's .toml file.") from None
     for key in tables:
         if key not in _RULES and key not in ("name", "description"):
-            raise SettingError(f"{path}: key {key} is unknown.{_nearest(key, tuple(_RULES))} Remove or rename it.")
+            raise SettingError(
+                f"{path}: key {key} is unknown.{_nearest(key, tuple(_RULES))} Remove or rename it."
+            )
     texts: dict[str, str] = {}
     for key in ("name", "description"):
         if not isinstance(tables.get(key), str):
-            raise SettingError(f"{path}: {key} is missing or no text. Add {key} = \"…\".")
+            raise SettingError(f'{path}: {key} is missing or no text. Add {key} = "…".')
         texts[key] = tables[key]
     figures = {key: _figure(path, key, tables[key]) for key in _RULES if key in tables}
     _check_present(path, figures)
@@ -169,18 +176,24 @@ def _check_present(path: Path, figures: dict[str, Figure]) -> None:
     for key, rule in _RULES.items():
         wanted = several or not rule.several_devices
         if wanted and key not in figures:
-            raise SettingError(f"{path}: {key} is missing. Add a table [{key}] with value, unit, source, evidence.")
+            raise SettingError(
+                f"{path}: {key} is missing. Add a table [{key}] with value, unit, source, evidence."
+            )
         if key in figures and not wanted:
             raise SettingError(f"{path}: {key} has no meaning with one device. Remove it.")
 
 
 def _figure(path: Path, key: str, table: object) -> Figure:
     if not isinstance(table, dict):
-        raise SettingError(f"{path}: {key} is {table!r}; a table of value, unit, source and evidence is needed.")
+        raise SettingError(
+            f"{path}: {key} is {table!r}; a table of value, unit, source and evidence is needed."
+        )
     known = Figure.__struct_fields__
     for field in table:
         if field not in known:
-            raise SettingError(f"{path}: {key}.{field} is unknown.{_nearest(field, known)} Remove or rename it.")
+            raise SettingError(
+                f"{path}: {key}.{field} is unknown.{_nearest(field, known)} Remove or rename it."
+            )
     try:
         figure = msgspec.convert(table, Figure)
     except msgspec.ValidationError as error:
@@ -197,13 +210,15 @@ def _base_value(path: Path, key: str, figure: Figure) -> float | int:
     rule = _RULES[key]
     if figure.unit not in rule.units:
         raise SettingError(f"{path}: {key}.unit is {figure.unit!r}. Use one of {', '.join(rule.units)}.")
-    value = figure.value * rule.units[figure.unit]
+    value = float(Decimal(repr(figure.value)) * rule.units[figure.unit])
     if not math.isfinite(value) or value <= 0 or value < rule.least or value > rule.most:
         bounds = f"at least {rule.least:g}" if rule.least else "above 0"
         bounds += f" and at most {rule.most:g}" if rule.most < math.inf else ""
         raise SettingError(f"{path}: {key}.value is {figure.value!r}; a finite number {bounds} is needed.")
     if not rule.whole:
-        return float(value)
+        return value
     if value != round(value):
-        raise SettingError(f"{path}: {key}.value is {figure.value!r} {figure.unit}; a whole number is needed.")
+        raise SettingError(
+            f"{path}: {key}.value is {figure.value!r} {figure.unit}; a whole number is needed."
+        )
     return round(value)

@@ -1,7 +1,7 @@
 """Count a Mixture-of-Experts model's parameters from the keys of its Hugging Face config.json.
 
-Keys decide; the small table `_FAMILIES` adds only what a family's code does and its config does not say. A key that
-is needed and missing is an error, never a guess.
+Keys decide; the small table `_FAMILIES` adds only what a family's code does and its config does not say. A
+needed key that is missing is an error, never a guess.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size", "d_ff")
 _DENSE_WIDTH = ("intermediate_size", "d_ff")
 _SHARED_COUNT = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
-# Keys of designs that the counts below do not cover: refused, because the result would look right and be wrong.
+# Keys of designs that the counts below do not cover: refused, as the result would look right and be wrong.
 _NOT_COVERED = {
     "interleave_moe_layer_step": "interleaved dense layers with a width of their own",
     "linear_num_value_heads": "linear attention layers",
@@ -57,15 +57,21 @@ _FAMILIES = {
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The object in a config.json. Raises SettingError where the file cannot be read or holds no JSON object."""
+    """The object in a config.json. Raises SettingError where the file is unreadable or holds no JSON object."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SettingError(f"{path}: cannot be read ({error.strerror}). Give the path of a config.json.") from None
+        raise SettingError(
+            f"{path}: cannot be read ({error.strerror}). Give the path of a config.json."
+        ) from None
     except ValueError as error:
-        raise SettingError(f"{path}: not JSON ({error}). Give the config.json of a Hugging Face model.") from None
+        raise SettingError(
+            f"{path}: not JSON ({error}). Give the config.json of a Hugging Face model."
+        ) from None
     if not isinstance(config, dict):
-        raise SettingError(f"{path}: holds a {type(config).__name__}, not an object. Give a model's config.json.")
+        raise SettingError(
+            f"{path}: holds a {type(config).__name__}, not an object. Give a model's config.json."
+        )
     return config
 
 
@@ -85,10 +91,12 @@ class _Keys:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise SettingError(f"{self.where}: {key} is {value!r}; a whole number of at least {least} is needed.")
+                raise SettingError(
+                    f"{self.where}: {key} is {value!r}; a whole number of at least {least} is needed."
+                )
             return value
         raise SettingError(
-            f"{self.where}: no key {' or '.join(keys)}. Add it; a missing count is never filled in by a guess."
+            f"{self.where}: no key {' or '.join(keys)}. Add it; a missing count is never guessed."
         )
 
     def optional(self, *keys: str, absent: int) -> int:
@@ -134,13 +142,17 @@ def spec_from_config(
         )
     for key, what in _NOT_COVERED.items():
         if keys.has(key):
-            raise SettingError(f"{where}: {key} means {what}, which this description does not cover. Use another model.")
+            raise SettingError(
+                f"{where}: {key} means {what}, which this description does not cover. Use another model."
+            )
     layer_types = config.get("layer_types") or []
     if other := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
         raise SettingError(f"{where}: layer_types has {other[0]!r}, which is not covered. Use another model.")
     model_type = config.get("model_type")
     if model_type not in _FAMILIES:
-        notes.append(f"model_type {model_type!r} is not known: biases and norms beyond the config's keys not counted")
+        notes.append(
+            f"model_type {model_type!r} is not known: biases and norms beyond the config's keys not counted"
+        )
     family = _FAMILIES.get(str(model_type), _Family())
     if "tie_word_embeddings" not in config or config["tie_word_embeddings"] is None:
         notes.append("tie_word_embeddings is absent: taken as true, the library's base value")
@@ -164,15 +176,17 @@ def spec_from_config(
         encoder = _encoder_parameters(keys, blocks, hidden, matrices * hidden * width, experts)
         blocks += cross
         notes.append(
-            f"encoder-decoder: layers are the decoder's; the encoder's {encoder:,} parameters count as resident dense "
-            "weights and a prompt is charged as a pass through the decoder"
+            f"encoder-decoder: layers are the decoder's; the encoder's {encoder:,} parameters count as resident "
+            "dense weights and a prompt is charged as a pass through the decoder"
         )
     router = hidden * experts + (experts if family.router_bias else 0)
     moe_layer = blocks + router + _shared_parameters(keys, family, hidden, width)
     dense_layer = blocks + matrices * hidden * keys.count(*_DENSE_WIDTH) if dense_layers else 0
 
     if "sliding_attention" in layer_types:
-        notes.append("KV is counted in full for every layer, also for those with a sliding window: an upper bound")
+        notes.append(
+            "KV is counted in full for every layer, also for those with a sliding window: an upper bound"
+        )
     vocabulary = keys.count("vocab_size")
     tied = keys.flag("tie_word_embeddings", absent=True)
     head = vocabulary * hidden + (vocabulary if keys.flag("lm_head_bias", absent=False) else 0)
@@ -214,20 +228,22 @@ def _sizes(keys: _Keys) -> tuple[int, int, int, int]:
         return layers, hidden, heads, keys.count("head_dim", "d_kv")
     if hidden % heads and not keys.has("kv_lora_rank"):
         raise SettingError(
-            f"{keys.where}: no head_dim, and hidden_size {hidden} is no multiple of {heads} heads. Add head_dim."
+            f"{keys.where}: no head_dim, and hidden_size {hidden} is no multiple of {heads} heads. Add it."
         )
     return layers, hidden, heads, hidden // heads
 
 
 def _moe_layers(keys: _Keys, layers: int) -> int:
-    """How many decoder layers have routed experts; DeepSeek, Qwen and Switch each say it by keys of their own."""
+    """How many decoder layers have routed experts; DeepSeek, Qwen and Switch each have their own keys."""
     first = keys.optional("first_k_dense_replace", absent=0)
     every = keys.count("moe_layer_freq") if keys.has("moe_layer_freq") else 1
     step = keys.count("decoder_sparse_step") if keys.has("decoder_sparse_step") else 1
     plain = keys.config.get("mlp_only_layers") or []
     if not isinstance(plain, list):
         raise SettingError(f"{keys.where}: mlp_only_layers is {plain!r}; a list of layer numbers is needed.")
-    found = sum(i >= first and i % every == 0 and (i + 1) % step == 0 and i not in plain for i in range(layers))
+    found = sum(
+        i >= first and i % every == 0 and (i + 1) % step == 0 and i not in plain for i in range(layers)
+    )
     if keys.has("num_sparse_decoder_layers") and found != keys.count("num_sparse_decoder_layers"):
         raise SettingError(
             f"{keys.where}: num_sparse_decoder_layers is {keys.count('num_sparse_decoder_layers')}, but "
@@ -280,6 +296,8 @@ def _encoder_parameters(keys: _Keys, block: int, hidden: int, feed_forward: int,
     """All of a T5-style encoder, its experts included."""
     layers, sparse = keys.count("num_layers"), keys.count("num_sparse_encoder_layers", least=0)
     if sparse > layers:
-        raise SettingError(f"{keys.where}: {sparse} sparse of {layers} encoder layers. Correct num_sparse_encoder_layers.")
+        raise SettingError(
+            f"{keys.where}: {sparse} sparse of {layers} encoder layers. Correct num_sparse_encoder_layers."
+        )
     experts_total = sparse * (experts * feed_forward + hidden * experts)
     return layers * block + (layers - sparse) * feed_forward + experts_total + hidden

@@ -11,9 +11,9 @@ from ..errors import SettingError
 ExpertDtype = Literal["bf16", "fp8", "int4", "mxfp4"]
 EXPERT_DTYPES: tuple[ExpertDtype, ...] = get_args(ExpertDtype)
 
-# Eighths of a bit per parameter, scales included: bf16 16 bits; fp8 8 bits (one scale per tensor, not counted);
-# int4 4 bits and an fp16 scale per group of 128 = 4.125 bits; mxfp4 4 bits and an 8-bit scale per block of 32
-# = 4.25 bits.
+# Eighths of a bit per parameter, scales included. bf16: 16 bits. fp8: 8 bits (one scale per tensor, not
+# counted). int4: 4 bits and an fp16 scale per group of 128, 4.125 bits. mxfp4: 4 bits and an 8-bit scale per
+# block of 32, 4.25 bits.
 _EIGHTH_BITS: dict[ExpertDtype, int] = {"bf16": 128, "fp8": 64, "int4": 33, "mxfp4": 34}
 BF16_BYTES = 2
 
@@ -21,8 +21,8 @@ BF16_BYTES = 2
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of one MoE model. Counts are parameters unless a name says otherwise.
 
-    `layers` (L) are the layers that have routed experts; `decoder_layers` are all of them. "Dense" is everything
-    that is always resident: attention, norms, routers, shared experts, layers without experts, embedding, head.
+    `layers` (L) are the layers that have routed experts; `decoder_layers` are all of them. "Dense" is all that
+    is always resident: attention, norms, routers, shared experts, layers without experts, embedding, head.
     """
 
     name: str
@@ -31,7 +31,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int
     hidden_size: int
     expert_intermediate_size: int
-    #: matrices of one routed expert (biases of experts, where a model has them, are dense: they stay resident)
+    #: matrices of one routed expert (biases of experts, where a model has them, count as dense)
     expert_parameters: int
     #: everything but the matrices of the routed experts, exactly
     dense_parameters: int
@@ -44,7 +44,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     #: read to produce logits; the same matrix as the embedding where `tied_head`
     head_parameters: int
     tied_head: bool
-    #: FLOPs of one layer for one query-key pair: scores and weighted values, 2·heads·(key width + value width)
+    #: FLOPs of one layer per query-key pair, scores and values: 2·heads·(key width + value width)
     attention_pair_flops: int
     #: bf16 keys and values (or the compressed MLA row) of one token, all decoder layers
     kv_bytes_per_token: int
@@ -58,7 +58,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def expert_bytes(self, dtype: ExpertDtype) -> int:
         """Bytes of one routed expert in `dtype`, scales included, rounded up to a byte."""
         if dtype not in _EIGHTH_BITS:
-            raise SettingError(f"expert dtype {dtype!r} is unknown. Choose one of {', '.join(EXPERT_DTYPES)}.")
+            raise SettingError(
+                f"expert dtype {dtype!r} is unknown. Choose one of {', '.join(EXPERT_DTYPES)}."
+            )
         return -(-self.expert_parameters * _EIGHTH_BITS[dtype] // 64)
 
     def dense_bytes(self) -> int:
@@ -76,8 +78,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def active_parameters(self, *, input_embedding: bool = True) -> int:
         """Parameters that one token touches.
 
-        Publishers differ on the input embedding, of which a token reads a single row: Mixtral, Qwen, Phi and OLMoE
-        count all of it, DeepSeek-V2-Lite and gpt-oss none. Without it only the head remains (a tied one included).
+        Publishers differ on the input embedding, of which a token reads a single row: Mixtral, Qwen, Phi and
+        OLMoE count all of it, DeepSeek-V2-Lite and gpt-oss none. A tied embedding is the head, and counts.
         """
         active = self.dense_parameters + self.layers * self.top_k * self.expert_parameters
         return active if input_embedding or self.tied_head else active - self.embedding_parameters

@@ -108,7 +108,7 @@ _DEFAULT_DISTANCE = 3
 
 
 def load_model_spec(name_or_path: str | Path) -> ModelSpec:
-    """The model of that name (or alias, case ignored), or described by a config.json or the folder holding one.
+    """The model of that name (or alias, case ignored), or of a config.json, or of the folder holding one.
 
     Raises SettingError: unknown name (with the nearest one), unreadable file, or a config that is not a MoE
     model's or lacks a key.
@@ -131,7 +131,7 @@ def load_model_spec(name_or_path: str | Path) -> ModelSpec:
         near = difflib.get_close_matches(text.lower(), known, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise SettingError(
-            f"model {text!r} is unknown.{hint} Known: {', '.join(_CONFIGS)}; or give the path of a config.json."
+            f"model {text!r} is unknown.{hint} Known: {', '.join(_CONFIGS)}; or give a config.json's path."
         )
     if path.is_dir():
         path = path / "config.json"
