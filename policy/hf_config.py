@@ -57,7 +57,7 @@ _FAMILIES = {
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The object in a config.json. Raises SettingError where the file is unreadable or holds no JSON object."""
+    """The object in a config.json. Raises SettingError where it is unreadable or holds no JSON object."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -176,8 +176,8 @@ def spec_from_config(
         encoder = _encoder_parameters(keys, blocks, hidden, matrices * hidden * width, experts)
         blocks += cross
         notes.append(
-            f"encoder-decoder: layers are the decoder's; the encoder's {encoder:,} parameters count as resident "
-            "dense weights and a prompt is charged as a pass through the decoder"
+            f"encoder-decoder: layers are the decoder's; the encoder's {encoder:,} parameters count as "
+            "resident dense weights and a prompt is charged as a pass through the decoder"
         )
     router = hidden * experts + (experts if family.router_bias else 0)
     moe_layer = blocks + router + _shared_parameters(keys, family, hidden, width)

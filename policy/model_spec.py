@@ -21,8 +21,8 @@ BF16_BYTES = 2
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of one MoE model. Counts are parameters unless a name says otherwise.
 
-    `layers` (L) are the layers that have routed experts; `decoder_layers` are all of them. "Dense" is all that
-    is always resident: attention, norms, routers, shared experts, layers without experts, embedding, head.
+    `layers` (L) are the layers that have routed experts; `decoder_layers` are all of them. "Dense" is what is
+    always resident: attention, norms, routers, shared experts, layers without experts, embedding, head.
     """
 
     name: str

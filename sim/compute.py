@@ -1,8 +1,8 @@
 """Compute time of one iteration's parts: a roofline over a profile's peak figures and their efficiencies.
 
 Every product is charged max(FLOPs / reachable FLOP/s, bytes read / reachable bytes/s); products that follow
-one another are added. Dense weights and KV are bf16; experts are read in their own dtype and multiplied at the
-bf16 rate. Times assume that no copy runs; the caller applies the profile's `copy_slowdown`.
+one another are added. Dense weights and KV are bf16; experts are read in their own dtype and multiplied at
+the bf16 rate. Times assume that no copy runs; the caller applies the profile's `copy_slowdown`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..policy.models import BF16_BYTES, ExpertDtype, ModelSpec
 
 # Kernels of one layer beside its routed experts in a fused engine: two norms with their residual additions,
 # query-key-value product, rotary embedding with the KV write, attention, output product, router product,
-# top-k; a shared expert's are not added, and a dense layer has its feed-forward in place of the router. ASSUMED.
+# top-k. Shared experts add none, and a dense layer has its feed-forward in place of the router. ASSUMED.
 LAYER_LAUNCHES = 8
 # Embedding look-up, final norm, head product, sampling.
 ITERATION_LAUNCHES = 4
@@ -72,8 +72,8 @@ class ComputeModel:
     ) -> float:
         """What an iteration costs beside its MoE layers: embedding, layers without experts, head, sampling.
 
-        sampled_rows: rows for which logits are computed, one per request. `context_tokens` and `score_pairs` as
-        in `attention_s`; they matter only to models that have layers without experts.
+        sampled_rows: rows for which logits are computed, one per request. `context_tokens` and `score_pairs`
+        are those of `attention_s`; they matter only to models that have layers without experts.
         """
         model = self._model
         embedding_s = 2.0 * tokens * model.hidden_size * BF16_BYTES * self._byte_s
@@ -87,8 +87,8 @@ class ComputeModel:
     def expert_s(self, token_counts: NDArray[np.integer]) -> NDArray[np.float64]:
         """Routed experts of every layer, each layer as one grouped launch.
 
-        token_counts: int[L, J], tokens routed to each expert. Returns float64[L]: the slowest device's sum, plus
-        the launch; 0 for a layer without tokens.
+        token_counts: int[L, J], tokens routed to each expert. Returns float64[L]: the slowest device's sum,
+        plus the launch; 0 for a layer without tokens.
         """
         if token_counts.shape != self._shape:
             raise ValueError(f"token counts have shape {token_counts.shape}, the model {self._shape}")
@@ -115,8 +115,8 @@ class ComputeModel:
     def exchange_s(self, tokens: int) -> float:
         """Sending one layer's activations to the experts' devices and back; 0 with one device.
 
-        Each way costs one latency and, per token and activated expert, a bf16 row over device 0's peer link for
-        the share (G − 1)/G of experts that live elsewhere.
+        Each way costs one latency and, per token and activated expert, a bf16 row over device 0's peer link
+        for the share (G − 1)/G of experts that live elsewhere.
         """
         return self._exchange_latency_s + tokens * self._exchange_token_s
 

@@ -102,9 +102,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Split the memory of `profile`.
 
-    expert_cache_bytes: total over devices; each gets floor(total / G / expert bytes) slots, or, where the total
-    holds every routed expert, a slot for each expert it owns. min_kv_tokens: tokens the KV cache must hold at
-    least, such as the longest request's prompt and output.
+    expert_cache_bytes: total over devices; each gets floor(total / G / expert bytes) slots, or, where the
+    total holds every routed expert, a slot for each expert it owns. min_kv_tokens: tokens the KV cache must
+    hold at least, such as the longest request's prompt and output.
 
     Raises SettingError for less than one slot per device, CapacityError (with every share) for a device whose
     shares do not fit and for a host that cannot hold the experts it would have to serve.
@@ -117,7 +117,7 @@ def plan_memory(
     if slots_per_device < 1:
         raise SettingError(
             f"expert cache of {_size(expert_cache_bytes)} over {devices} device(s) holds no expert of "
-            f"{_size(expert_bytes)} per device. Give {_size(devices * expert_bytes)} ({devices}slots) or more."
+            f"{_size(expert_bytes)} per device. Give {_size(devices * expert_bytes)} ({devices}slots)."
         )
     used = [min(slots_per_device, len(range(device, experts, devices))) for device in range(devices)]
     whole_model = sum(used) == experts
@@ -143,8 +143,8 @@ def plan_memory(
     if not whole_model and experts * expert_bytes > profile.host_memory_bytes:
         raise CapacityError(
             f"{profile.name}: host memory of {_size(profile.host_memory_bytes)} does not hold the {experts} "
-            f"routed experts of {model.name}, {_size(experts * expert_bytes)}. Use a smaller expert dtype or a "
-            "larger host."
+            f"routed experts of {model.name}, {_size(experts * expert_bytes)}. Use a smaller expert dtype or "
+            "a larger host."
         )
     return MemoryPlan(
         expert_bytes=expert_bytes,
@@ -190,10 +190,11 @@ def _does_not_fit(
         shares[f"KV cache for {min_kv_tokens} token(s)"] = min_kv_tokens * model.kv_bytes_per_token
     total = sum(shares.values())
     listed = ", ".join(f"{purpose} {_size(size)}" for purpose, size in shares.items())
+    over = _size(total - profile.device_memory_bytes)
     return (
         f"{profile.name}: device {device} has {_size(profile.device_memory_bytes)}, but {model.name} needs "
-        f"{_size(total)} there: {listed}. Over by {_size(total - profile.device_memory_bytes)}: use a smaller "
-        "expert cache, expert dtype or request length, or more memory."
+        f"{_size(total)} there: {listed}. Over by {over}: use a smaller expert cache, expert dtype or request "
+        "length, or more memory."
     )
 
 
