@@ -1,0 +1,1 @@
+"""Hardware profiles: figures with their source and evidence, and the reader for them."""

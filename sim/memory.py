@@ -1,0 +1,202 @@
+"""Split each device's memory into reserve, dense weights, KV cache and expert slots."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+import msgspec
+
+from ..calibration.profile import HardwareProfile
+from ..errors import CapacityError, SettingError
+from ..policy.models import ExpertDtype, ModelSpec
+
+_UNITS = {
+    "B": 1,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+}
+_UNITS |= {"TiB": 2**40}
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-z]*)")
+_FORMS = "Give bytes (24GB, 16GiB), a fraction of all experts above 0 and up to 1 (0.25), or slots (96slots)"
+
+
+class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
+    """One device's memory by purpose, in bytes; `kv_bytes` is all that is left, on device 0 only."""
+
+    capacity_bytes: int
+    reserve_bytes: int
+    dense_bytes: int
+    expert_slot_bytes: int
+    kv_bytes: int
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Where everything goes. Dense weights and KV cache are on device 0; every device has expert slots."""
+
+    expert_bytes: int
+    #: slots of a device; device g uses min(slots_per_device, experts it owns)
+    slots_per_device: int
+    slots: int  #: over all devices
+    whole_model: bool  #: every routed expert has a slot
+    kv_budget_bytes: int
+    max_kv_tokens: int  #: prompt and output tokens that all running requests may hold together
+    kv_bytes_per_token: int
+    devices: tuple[DeviceShare, ...]
+    warnings: tuple[str, ...]
+
+    def peak_memory_bytes(self, kv_tokens: int) -> dict[str, int]:
+        """Peak over all devices by purpose, for a run that held at most `kv_tokens` in the KV cache."""
+        return {
+            "reserve": sum(share.reserve_bytes for share in self.devices),
+            "dense_weights": sum(share.dense_bytes for share in self.devices),
+            "expert_slots": sum(share.expert_slot_bytes for share in self.devices),
+            "kv_cache": kv_tokens * self.kv_bytes_per_token,
+        }
+
+
+def parse_cache_size(text: str, model: ModelSpec, dtype: ExpertDtype) -> int:
+    """Bytes of an expert cache, total over devices: '24GB', '16GiB', '0.25' of all routed experts, '96slots'.
+
+    A fraction is rounded down to whole experts. Raises SettingError naming the value and the forms.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise SettingError(f"expert cache {text!r} is no size. {_FORMS}.")
+    number, unit = Fraction(match["number"]), match["unit"]
+    if number == 0:
+        raise SettingError(f"expert cache {text!r} is zero. {_FORMS}.")
+    expert_bytes = model.expert_bytes(dtype)
+    if unit in _UNITS:
+        return int(number * _UNITS[unit])
+    if unit in ("slot", "slots"):
+        if number.denominator != 1:
+            raise SettingError(f"expert cache {text!r}: slots come whole. {_FORMS}.")
+        return int(number) * expert_bytes
+    if unit:
+        raise SettingError(
+            f"expert cache {text!r}: unit {unit!r} is none of {', '.join(_UNITS)}, slots. {_FORMS}."
+        )
+    if number > 1:
+        raise SettingError(f"expert cache {text!r} has no unit, and a fraction is at most 1. {_FORMS}.")
+    slots = int(number * model.routed_experts())
+    if slots == 0:
+        raise SettingError(
+            f"expert cache {text!r} is less than one of {model.routed_experts()} experts. {_FORMS}."
+        )
+    return slots * expert_bytes
+
+
+def plan_memory(
+    model: ModelSpec,
+    dtype: ExpertDtype,
+    profile: HardwareProfile,
+    expert_cache_bytes: int,
+    *,
+    min_kv_tokens: int = 1,
+) -> MemoryPlan:
+    """Split the memory of `profile`.
+
+    expert_cache_bytes: total over devices; each gets floor(total / G / expert bytes) slots, or, where the
+    total holds every routed expert, a slot for each expert it owns. min_kv_tokens: tokens the KV cache must
+    hold at least, such as the longest request's prompt and output.
+
+    Raises SettingError for less than one slot per device, CapacityError (with every share) for a device whose
+    shares do not fit and for a host that cannot hold the experts it would have to serve.
+    """
+    expert_bytes, experts, devices = model.expert_bytes(dtype), model.routed_experts(), profile.devices
+    whole_model = expert_cache_bytes >= experts * expert_bytes
+    slots_per_device = (
+        -(-experts // devices) if whole_model else expert_cache_bytes // devices // expert_bytes
+    )
+    if slots_per_device < 1:
+        raise SettingError(
+            f"expert cache of {_size(expert_cache_bytes)} over {devices} device(s) holds no expert of "
+            f"{_size(expert_bytes)} per device. Give {_size(devices * expert_bytes)} ({devices}slots)."
+        )
+    used = [min(slots_per_device, len(range(device, experts, devices))) for device in range(devices)]
+    whole_model = sum(used) == experts
+    kv_least = min_kv_tokens * model.kv_bytes_per_token
+    shares = []
+    for device in range(devices):
+        dense = model.dense_bytes() if device == 0 else 0
+        slots_bytes = used[device] * expert_bytes
+        left = profile.device_memory_bytes - profile.memory_reserve_bytes - dense - slots_bytes
+        if left < (kv_least if device == 0 else 0):
+            raise CapacityError(
+                _does_not_fit(model, profile, device, dense, used[device], slots_bytes, min_kv_tokens)
+            )
+        shares.append(
+            DeviceShare(
+                capacity_bytes=profile.device_memory_bytes,
+                reserve_bytes=profile.memory_reserve_bytes,
+                dense_bytes=dense,
+                expert_slot_bytes=slots_bytes,
+                kv_bytes=left if device == 0 else 0,
+            )
+        )
+    if not whole_model and experts * expert_bytes > profile.host_memory_bytes:
+        raise CapacityError(
+            f"{profile.name}: host memory of {_size(profile.host_memory_bytes)} does not hold the {experts} "
+            f"routed experts of {model.name}, {_size(experts * expert_bytes)}. Use a smaller expert dtype or "
+            "a larger host."
+        )
+    return MemoryPlan(
+        expert_bytes=expert_bytes,
+        slots_per_device=slots_per_device,
+        slots=sum(used),
+        whole_model=whole_model,
+        kv_budget_bytes=shares[0].kv_bytes,
+        max_kv_tokens=shares[0].kv_bytes // model.kv_bytes_per_token,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        devices=tuple(shares),
+        warnings=_cycle_warning(model, sum(used)),
+    )
+
+
+def whole_model_bytes(model: ModelSpec, dtype: ExpertDtype) -> int:
+    """The cache size with which `plan_memory` gives every routed expert a slot."""
+    return model.routed_experts() * model.expert_bytes(dtype)
+
+
+def _cycle_warning(model: ModelSpec, slots: int) -> tuple[str, ...]:
+    cycle, certain = model.layers * model.top_k, (model.layers - 1) * model.top_k
+    if slots > cycle or slots == model.routed_experts():
+        return ()
+    cycle_text = f"{model.layers} layers x top-{model.top_k} = {cycle}"
+    text = f"{slots} expert slots are at or below one token cycle ({cycle_text})"
+    if slots <= certain:
+        text += f"; LRU has no hits at all with {certain} slots or fewer"
+    return (f"{text}. Give more than {cycle} slots where memory allows.",)
+
+
+def _does_not_fit(
+    model: ModelSpec,
+    profile: HardwareProfile,
+    device: int,
+    dense: int,
+    slots: int,
+    slots_bytes: int,
+    min_kv_tokens: int,
+) -> str:
+    shares = {"reserve": profile.memory_reserve_bytes, f"{slots} expert slots": slots_bytes}
+    if device == 0:
+        shares["dense weights"] = dense
+        shares[f"KV cache for {min_kv_tokens} token(s)"] = min_kv_tokens * model.kv_bytes_per_token
+    total = sum(shares.values())
+    listed = ", ".join(f"{purpose} {_size(size)}" for purpose, size in shares.items())
+    over = _size(total - profile.device_memory_bytes)
+    return (
+        f"{profile.name}: device {device} has {_size(profile.device_memory_bytes)}, but {model.name} needs "
+        f"{_size(total)} there: {listed}. Over by {over}: use a smaller expert cache, expert dtype or request "
+        "length, or more memory."
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count} bytes ({count / 1e9:.2f} GB)"
