@@ -196,8 +196,10 @@ PYBIND11_MODULE(_core, m) {
         .def_readonly("expert_bytes", &CoreConfig::expert_bytes);
 
     m.attr("FORWARD_PENDING") = kForwardPending;
-    m.attr("CHUNK_READY") = kChunkReady;
     m.attr("SEARCH_PENDING") = kSearchPending;
+    m.attr("CHUNK_READY") = kChunkReady;
+    m.attr("CHUNK_OPEN") = kChunkOpen;
+    m.attr("MORE_CHUNKS") = kMoreChunks;
     m.attr("DEVICE_SHIFT") = kDeviceShift;
 
     py::class_<Core>(m, "Core")
@@ -273,15 +275,14 @@ PYBIND11_MODULE(_core, m) {
                      const py::gil_scoped_release release;
                      s = core.store_contents();
                  }
-                 const auto n = static_cast<py::ssize_t>(s.written.size());
-                 const auto& c = core.config();
-                 return py::make_tuple(halves_array(s.maps, {n, c.layers, c.experts}),
-                                       c.embedding_width > 0
-                                           ? py::object(halves_array(s.embeddings, {n, c.embedding_width}))
-                                           : py::object(py::none()),
-                                       s.written);
+                 return store_tuple(s, core.config());
              })
         .def("counters", [](Core& core) { return counters_dict(core.counters()); })
+        .def("totals",
+             [](Core& core) {
+                 const Totals t = core.totals();
+                 return py::make_tuple(t.activated, t.hits, t.late, t.demand_bytes);
+             })
         .def("layer_counts",
              [](Core& core) {
                  const LayerCounts counts = core.layer_counts();
@@ -294,4 +295,5 @@ PYBIND11_MODULE(_core, m) {
         .def("take_log", [](Core& core) { return log_columns(core.take_log()); });
 
     bind_feed(m);
+    bind_search(m);
 }

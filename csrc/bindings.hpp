@@ -16,6 +16,9 @@ std::vector<std::uint16_t> to_halves(const py::object& values);
 py::array halves_array(const std::vector<std::uint16_t>& values, std::vector<py::ssize_t> shape);
 
 py::dict log_columns(LogColumns columns);
+// (maps [n, L, J], unit embeddings [n, h] or None, ages)
+py::tuple store_tuple(const StoreContents& contents, const CoreConfig& config);
 void bind_feed(py::module_& m);
+void bind_search(py::module_& m);
 
 }  // namespace finemoe::bindings

@@ -1,9 +1,6 @@
-// The log as NumPy columns, the feed, and the formulas that tests compare with their references.
-#include <map>
-
+// The log as NumPy columns, and the feed.
 #include "bindings.hpp"
 #include "feed.hpp"
-#include "search/select.hpp"
 
 namespace finemoe::bindings {
 
@@ -79,7 +76,7 @@ void bind_feed(py::module_& m) {
                 RequestRoutingView view;
                 view.iterations = gate.ndim() > 0 ? gate.shape(0) : 0;
                 view.gate = view_of<std::uint16_t>(gate, "gate");
-                view.experts = view_of<std::int32_t>(experts, "experts");
+                view.experts = view_of<std::uint16_t>(experts, "experts");
                 view.token_counts = view_of<std::int32_t>(token_counts, "token_counts");
                 view.offsets = view_of<std::int64_t>(offsets, "offsets");
                 auto kept = py::make_tuple(gate, experts, token_counts, offsets, embedding);
@@ -118,75 +115,14 @@ void bind_feed(py::module_& m) {
                 return out;
             },
             py::arg("layers"))
-        .def("required_ahead", &Feed::required_ahead, py::arg("ahead"));
-
-    m.def(
-        "select_experts",
-        [](const py::array_t<float, py::array::c_style | py::array::forcecast>& p, float score, int top_k) {
-            std::vector<char> chosen(static_cast<std::size_t>(p.size()), 0);
-            select_experts({p.data(), static_cast<std::size_t>(p.size())}, delta_of(score), top_k, chosen);
-            std::vector<int> out;
-            for (std::size_t j = 0; j < chosen.size(); ++j) {
-                if (chosen[j] != 0) {
-                    out.push_back(static_cast<int>(j));
-                }
-            }
-            return out;
-        },
-        py::arg("p"), py::arg("score"), py::arg("top_k"), "The δ set of one searched row, ascending.");
-
-    py::class_<Searcher>(m, "Searcher",
-                         "Map store and searches on their own: for filling a store, benchmarks and tests.")
-        .def(py::init<const CoreConfig&>(), py::arg("config"))
         .def(
-            "add",
-            [](Searcher& s, const py::array_t<float, py::array::c_style | py::array::forcecast>& map,
-               const py::object& unit_embedding) {
-                std::vector<float> unit;
-                if (!unit_embedding.is_none()) {
-                    const auto u =
-                        py::array_t<float, py::array::c_style | py::array::forcecast>::ensure(unit_embedding);
-                    unit.assign(u.data(), u.data() + u.size());
-                }
-                const std::span<const float> gates(map.data(), static_cast<std::size_t>(map.size()));
-                const py::gil_scoped_release release;
-                s.add(gates, unit);
+            "foresee",
+            [](Feed& feed, Core& core, std::int64_t step, const std::vector<std::int64_t>& requests,
+               const std::vector<std::int64_t>& from, int count, double time_s) {
+                return feed.foresee(core, step, requests, from, count, time_s);
             },
-            py::arg("map"), py::arg("unit_embedding"))
-        .def("size", [](const Searcher& s) { return s.store().size(); })
-        .def(
-            "search_iteration",
-            [](Searcher& s, const py::array_t<float, py::array::c_style | py::array::forcecast>& gates,
-               const py::object& unit_embedding, int distance) {
-                const int layers = static_cast<int>(gates.shape(0));
-                auto it = std::make_shared<IterationRows>();
-                it->rows.push_back(Row{0, Phase::decode, 1, !unit_embedding.is_none()});
-                it->gates.assign(gates.data(), gates.data() + gates.size());
-                if (!unit_embedding.is_none()) {
-                    const auto u =
-                        py::array_t<float, py::array::c_style | py::array::forcecast>::ensure(unit_embedding);
-                    it->units.assign(u.data(), u.data() + u.size());
-                }
-                std::vector<std::pair<int, float>> found;
-                {
-                    const py::gil_scoped_release release;
-                    const auto run = [&](SearchKind kind, int layer, int target) {
-                        const SearchResult r = s.run(SearchRequest{0, kind, layer, target, -1, it});
-                        found.emplace_back(r.maps[0], r.scores[0]);
-                    };
-                    if (!it->units.empty()) {
-                        run(SearchKind::semantic, -1, distance - 1);
-                    }
-                    for (int l = 0; l + distance < layers; ++l) {
-                        run(SearchKind::trajectory, l, l + distance);
-                    }
-                }
-                return found;
-            },
-            py::arg("gates"), py::arg("unit_embedding"), py::arg("distance"),
-            "One iteration's searches, gates [L, J]: (place, score) of the semantic one (with an embedding), "
-            "then of the "
-            "trajectory search after each layer that has a target.");
+            py::arg("core"), py::arg("step"), py::arg("requests"), py::arg("from_iteration"), py::arg("count"),
+            py::arg("time_s") = 0.0, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace finemoe::bindings

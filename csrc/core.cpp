@@ -28,7 +28,7 @@ void CoreConfig::validate() const {
     need(layers <= 4096 && experts <= 65536, "more than 4096 layers or 65536 experts");
     need(top_k >= 1 && top_k <= experts, "top_k must lie between 1 and experts");
     need(devices >= 1 && devices <= kMaxDevices && devices <= total_experts(),
-         "devices must lie between 1 and 60, and no more than there are experts");
+         "devices must lie between 1 and 58, and no more than there are experts");
     need(slots_per_device >= 1, "slots_per_device must be at least 1: one expert must fit on every device");
     need(expert_bytes >= 1, "expert_bytes must be at least 1");
     need(prefetch_distance >= 1, "prefetch_distance must be at least 1");
@@ -137,28 +137,17 @@ std::vector<ExpertId> Core::residents(int g) {
 
 StoreContents Core::store_contents() {
     const std::scoped_lock work(work_mutex_);
-    const MapStore& store = searcher_.store();
-    StoreContents out;
-    std::vector<float> row(static_cast<std::size_t>(std::max(config_.experts, config_.embedding_width)));
-    for (int i = 0; i < store.size(); ++i) {
-        for (int l = 0; l < config_.layers; ++l) {
-            store.row(i, l, row.data());
-            std::transform(row.begin(), row.begin() + config_.experts, std::back_inserter(out.maps),
-                           float_to_half);
-        }
-        if (config_.embedding_width > 0) {
-            store.embedding(i, row.data());
-            std::transform(row.begin(), row.begin() + config_.embedding_width,
-                           std::back_inserter(out.embeddings), float_to_half);
-        }
-        out.written.push_back(store.written()[static_cast<std::size_t>(i)]);
-    }
-    return out;
+    return searcher_.contents();
 }
 
 Counters Core::counters() {
     const std::scoped_lock lock(mutex_);
     return counters_;
+}
+
+Totals Core::totals() {
+    const std::scoped_lock lock(mutex_);
+    return {activated_, hits_, late_, counters_.demand_bytes};
 }
 
 LayerCounts Core::layer_counts() {

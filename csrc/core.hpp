@@ -24,12 +24,6 @@ struct LayerCounts {
     std::vector<std::int64_t> activated, hits, late;  // [2 · L], prefill first
 };
 
-// A store filled before the run: maps [n, L, J] and unit embeddings [n, h] as f16, ages [n].
-struct StoreContents {
-    std::vector<std::uint16_t> maps, embeddings;
-    std::vector<std::int64_t> written;
-};
-
 class Core {
   public:
     explicit Core(const CoreConfig& config, std::int64_t log_iterations = 0);
@@ -68,6 +62,7 @@ class Core {
     std::vector<ExpertId> residents(int device);
     StoreContents store_contents();
     Counters counters();
+    Totals totals();
     LayerCounts layer_counts();
     LogColumns take_log();
     const CoreConfig& config() const { return config_; }
@@ -166,6 +161,7 @@ class Core {
     std::vector<Command> emitted_;
     Counters counters_;
     LayerCounts layer_counts_;
+    std::int64_t activated_ = 0, hits_ = 0, late_ = 0;
     DecisionLog log_;
     std::int64_t log_iterations_;
 

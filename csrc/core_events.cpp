@@ -1,35 +1,12 @@
 // Events: what each may be, and what it changes. Validation comes first, so that a rejected event changes
 // nothing.
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "core.hpp"
 #include "f16.hpp"
 
 namespace finemoe {
-
-namespace {
-
-// u = f16(f32(x / norm)), the norm in f64. False for a zero vector, which counts as no embedding.
-bool unit_embedding(std::span<const std::uint16_t> half, float* out) {
-    double squares = 0.0;
-    for (const std::uint16_t h : half) {
-        const double x = half_to_float(h);
-        squares += x * x;
-    }
-    if (squares <= 0.0) {
-        return false;
-    }
-    const double norm = std::sqrt(squares);
-    for (std::size_t i = 0; i < half.size(); ++i) {
-        out[i] = half_to_float(
-            float_to_half(static_cast<float>(static_cast<double>(half_to_float(half[i])) / norm)));
-    }
-    return true;
-}
-
-}  // namespace
 
 std::uint64_t Core::seed_store(const StoreContents& s, double time_s) {
     const std::scoped_lock locks(work_mutex_, mutex_);

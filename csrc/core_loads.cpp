@@ -26,14 +26,19 @@ std::uint64_t Core::settle(double time_s) {
             case RecordKind::preempt_prefetch:
                 device_outbox_[static_cast<std::size_t>(c.device)].push_back(std::move(c));
                 break;
+            case RecordKind::wait:
+                if (chunk_missing_ > 0) {  // nothing to wait for otherwise: the mask says so
+                    forward_outbox_.push_back(std::move(c));
+                }
+                break;
             default:
                 forward_outbox_.push_back(std::move(c));
         }
     }
     emitted_.clear();
     std::uint64_t mask = (forward_outbox_.empty() ? 0 : kForwardPending) |
-                         (search_outbox_.empty() ? 0 : kSearchPending) |
-                         (chunk_missing_ == 0 ? kChunkReady : 0);
+                         (search_outbox_.empty() ? 0 : kSearchPending) | (chunk_missing_ == 0 ? kChunkReady : 0) |
+                         (chunk_.empty() ? 0 : kChunkOpen) | (rest_.empty() ? 0 : kMoreChunks);
     for (std::size_t g = 0; g < device_outbox_.size(); ++g) {
         mask |= device_outbox_[g].empty() ? 0 : std::uint64_t{1} << (kDeviceShift + g);
     }

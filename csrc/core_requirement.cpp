@@ -19,12 +19,19 @@ void Core::require_experts(std::span<const int> activated) {
         }
     }
     const auto cell = static_cast<std::size_t>((phase_ == Phase::prefill ? 0 : config_.layers) + layer_now_);
-    layer_counts_.activated[cell] += static_cast<std::int64_t>(activated.size());
+    std::int64_t hits = 0, late = 0;
     for (const int j : activated) {
         const Status status = at(base + j).status;
-        layer_counts_.hits[cell] += status == Status::resident ? 1 : 0;
-        layer_counts_.late[cell] += status == Status::loading ? 1 : 0;
+        hits += status == Status::resident ? 1 : 0;
+        late += status == Status::loading ? 1 : 0;
     }
+    const auto count = static_cast<std::int64_t>(activated.size());
+    layer_counts_.activated[cell] += count;
+    layer_counts_.hits[cell] += hits;
+    layer_counts_.late[cell] += late;
+    activated_ += count;
+    hits_ += hits;
+    late_ += late;
     for (const ExpertId id : rest_) {
         Expert& e = at(id);
         e.required = true;

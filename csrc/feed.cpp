@@ -33,10 +33,16 @@ void Feed::add(std::int64_t request, RequestRoutingView v) {
          who + "offsets, experts and token counts do not fit together");
     need(v.embedding.empty() || v.embedding.size() == n * static_cast<std::size_t>(width_),
          who + "embedding is not [n, h]");
-    for (const std::int32_t e : v.experts) {
-        need(e >= 0 && e < experts_, who + "expert " + std::to_string(e) + " is not below J");
+    for (const std::uint16_t e : v.experts) {
+        need(e < experts_, who + "expert " + std::to_string(e) + " is not below J");
     }
     requests_[request] = std::move(v);
+}
+
+const RequestRoutingView& Feed::routing(std::int64_t request) const {
+    const auto it = requests_.find(request);
+    need(it != requests_.end(), "request " + std::to_string(request) + " has no routing");
+    return it->second;
 }
 
 void Feed::remove(std::int64_t request) { requests_.erase(request); }
@@ -49,9 +55,7 @@ void Feed::select(std::span<const std::int64_t> requests, std::span<const std::i
     rows_.clear();
     std::fill(counts_.begin(), counts_.end(), 0);
     for (std::size_t r = 0; r < requests.size(); ++r) {
-        const auto it = requests_.find(requests[r]);
-        need(it != requests_.end(), "request " + std::to_string(requests[r]) + " has no routing");
-        const RequestRoutingView& v = it->second;
+        const RequestRoutingView& v = routing(requests[r]);
         need(iterations[r] >= 0 && iterations[r] < v.iterations,
              "request " + std::to_string(requests[r]) + " has no iteration " + std::to_string(iterations[r]));
         selected_.push_back({&v, iterations[r]});
@@ -106,28 +110,32 @@ std::uint64_t Feed::gate(Core& core, int layer, double time_s) {
     return core.gate(layer, buffer_, required_, required_counts_, time_s);
 }
 
-std::vector<std::vector<ExpertId>> Feed::required_ahead(std::int64_t ahead) const {
-    std::vector<std::vector<ExpertId>> out(static_cast<std::size_t>(layers_));
+std::uint64_t Feed::foresee(Core& core, std::int64_t step, std::span<const std::int64_t> requests,
+                            std::span<const std::int64_t> from, int count, double time_s) {
+    need(requests.size() == from.size(), "one iteration per request");
+    std::vector<std::vector<ExpertId>> required(static_cast<std::size_t>(count) * static_cast<std::size_t>(layers_));
     std::vector<char> seen(static_cast<std::size_t>(experts_));
-    for (int l = 0; l < layers_; ++l) {
+    for (std::size_t i = 0; i < required.size(); ++i) {
+        const auto ahead = static_cast<std::int64_t>(i) / layers_;
+        const int layer = static_cast<int>(i) % layers_;
         std::fill(seen.begin(), seen.end(), 0);
-        for (const Selected& s : selected_) {
-            const std::int64_t iteration = s.iteration + ahead;
-            if (iteration >= s.view->iterations) {
+        for (std::size_t r = 0; r < requests.size(); ++r) {
+            const RequestRoutingView& v = routing(requests[r]);
+            if (from[r] + ahead >= v.iterations) {
                 continue;
             }
-            const auto cell = static_cast<std::size_t>(iteration * layers_ + l);
-            for (std::int64_t i = s.view->offsets[cell]; i < s.view->offsets[cell + 1]; ++i) {
-                seen[static_cast<std::size_t>(s.view->experts[static_cast<std::size_t>(i)])] = 1;
+            const auto cell = static_cast<std::size_t>((from[r] + ahead) * layers_ + layer);
+            for (std::int64_t k = v.offsets[cell]; k < v.offsets[cell + 1]; ++k) {
+                seen[v.experts[static_cast<std::size_t>(k)]] = 1;
             }
         }
         for (int j = 0; j < experts_; ++j) {
             if (seen[static_cast<std::size_t>(j)] != 0) {
-                out[static_cast<std::size_t>(l)].push_back(l * experts_ + j);
+                required[i].push_back(layer * experts_ + j);
             }
         }
     }
-    return out;
+    return core.foresight(step, required, time_s);
 }
 
 }  // namespace finemoe

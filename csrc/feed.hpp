@@ -16,7 +16,7 @@ namespace finemoe {
 struct RequestRoutingView {
     std::int64_t iterations = 0;
     std::span<const std::uint16_t> gate;    // f16 [n, L, J]
-    std::span<const std::int32_t> experts;  // ascending per (iteration, layer)
+    std::span<const std::uint16_t> experts;  // ascending per (iteration, layer)
     std::span<const std::int32_t> token_counts;
     std::span<const std::int64_t> offsets;     // [n · L + 1]
     std::span<const std::uint16_t> embedding;  // f16 [n, h] or empty
@@ -40,14 +40,18 @@ class Feed {
 
     // [L, J]: tokens per expert of the selected step
     const std::vector<std::int32_t>& token_counts() const { return counts_; }
-    // Per layer, what the selected rows will require `ahead` iterations later (those that last so long).
-    std::vector<std::vector<ExpertId>> required_ahead(std::int64_t ahead) const;
+    // Tells the core what `count` iterations from `step` on will require: of each request its iteration `from`,
+    // from + 1, … as long as it lasts.
+    std::uint64_t foresee(Core& core, std::int64_t step, std::span<const std::int64_t> requests,
+                          std::span<const std::int64_t> from, int count, double time_s);
 
   private:
     struct Selected {
         const RequestRoutingView* view = nullptr;
         std::int64_t iteration = 0;
     };
+    const RequestRoutingView& routing(std::int64_t request) const;
+
     int layers_, experts_, width_;
     std::unordered_map<std::int64_t, RequestRoutingView> requests_;
     std::vector<Selected> selected_;

@@ -103,12 +103,19 @@ struct Command {
     std::string reason;             // Abort
 };
 
-// What an event returns: which outboxes hold commands.
-inline constexpr std::uint64_t kForwardPending = 1;  // Wait, WaitSearch, Abort
-inline constexpr std::uint64_t kChunkReady = 2;      // every expert of the current chunk is resident
-inline constexpr std::uint64_t kSearchPending = 4;
-inline constexpr int kDeviceShift = 3;  // bit 3 + g: device g
-inline constexpr int kMaxDevices = 60;
+// What an event returns.
+inline constexpr std::uint64_t kForwardPending = 1;  // the forward outbox has commands
+inline constexpr std::uint64_t kSearchPending = 2;   // the search outbox has
+inline constexpr std::uint64_t kChunkReady = 4;      // every expert of the current chunk is resident
+inline constexpr std::uint64_t kChunkOpen = 8;       // the current chunk has experts to compute
+inline constexpr std::uint64_t kMoreChunks = 16;     // the layer goes on after it
+inline constexpr int kDeviceShift = 5;               // bit 5 + g: the outbox of device g has commands
+inline constexpr int kMaxDevices = 58;
+
+// Sums over phases and layers, and the bytes that demand loads moved: what a world notes per iteration.
+struct Totals {
+    std::int64_t activated = 0, hits = 0, late = 0, demand_bytes = 0;
+};
 
 // Totals since the run began.
 struct Counters {

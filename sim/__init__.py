@@ -1,1 +1,1 @@
-"""The simulated world: a discrete-event model of links, memory, compute and search around the policy core."""
+"""The simulated world: SimPy links, GPU memory, compute and search, and the grid of runs over it."""

@@ -3,10 +3,29 @@
 #include <algorithm>
 #include <cmath>
 
+#include "f16.hpp"
+
 namespace finemoe {
 
 float inverse_norm(double sum_of_squares) {
     return sum_of_squares > 0.0 ? static_cast<float>(1.0 / std::sqrt(sum_of_squares)) : 0.0F;
+}
+
+bool unit_embedding(std::span<const std::uint16_t> half, float* out) {
+    double squares = 0.0;
+    for (const std::uint16_t h : half) {
+        const double x = half_to_float(h);
+        squares += x * x;
+    }
+    if (squares <= 0.0) {
+        return false;
+    }
+    const double norm = std::sqrt(squares);
+    for (std::size_t i = 0; i < half.size(); ++i) {
+        const double x = half_to_float(half[i]);
+        out[i] = half_to_float(float_to_half(static_cast<float>(x / norm)));
+    }
+    return true;
 }
 
 MapStore::MapStore(int layers, int experts, int embedding_width, int capacity)

@@ -2,6 +2,7 @@
 // written in.
 #pragma once
 
+#include <cstdint>
 #include <span>
 #include <vector>
 
@@ -46,5 +47,8 @@ class MapStore {
 
 // f32(1 / √sum), 0 for 0: the factor that turns a dot product into a cosine.
 float inverse_norm(double sum_of_squares);
+
+// u = f16(f32(x / norm)), the norm in f64. False for a zero vector, which counts as no embedding.
+bool unit_embedding(std::span<const std::uint16_t> half, float* out);
 
 }  // namespace finemoe

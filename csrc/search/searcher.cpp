@@ -1,6 +1,9 @@
 #include "search/searcher.hpp"
 
 #include <algorithm>
+#include <iterator>
+
+#include "f16.hpp"
 
 namespace finemoe {
 namespace {
@@ -166,12 +169,39 @@ void Searcher::refresh_sums(int place) {
     }
 }
 
-void Searcher::add(std::span<const float> gates, std::span<const float> unit) {
-    auto iteration = std::make_shared<IterationRows>();
-    iteration->rows.push_back(Row{0, Phase::decode, 1, !unit.empty()});
-    iteration->gates.assign(gates.begin(), gates.end());
-    iteration->units.assign(unit.begin(), unit.end());
-    update(SearchRequest{0, SearchKind::update, config_.layers - 1, -1, 0, iteration});
+std::shared_ptr<const IterationRows> make_iteration(std::span<const std::uint16_t> gates,
+                                                    std::span<const std::uint16_t> embedding) {
+    auto it = std::make_shared<IterationRows>();
+    it->rows.push_back(Row{});
+    it->gates.resize(gates.size());
+    std::transform(gates.begin(), gates.end(), it->gates.begin(), half_to_float);
+    it->units.resize(embedding.size());
+    it->rows.front().has_embedding = !embedding.empty() && unit_embedding(embedding, it->units.data());
+    return it;
+}
+
+void Searcher::add(std::span<const std::uint16_t> gates, std::span<const std::uint16_t> embedding) {
+    update(SearchRequest{0, SearchKind::update, config_.layers - 1, -1, 0, make_iteration(gates, embedding)});
+}
+
+StoreContents Searcher::contents() const {
+    StoreContents out;
+    std::vector<float> row(static_cast<std::size_t>(std::max(config_.experts, config_.embedding_width)));
+    const auto append = [&](std::vector<std::uint16_t>& to, int count) {
+        std::transform(row.begin(), row.begin() + count, std::back_inserter(to), float_to_half);
+    };
+    for (int i = 0; i < store_.size(); ++i) {
+        for (int l = 0; l < config_.layers; ++l) {
+            store_.row(i, l, row.data());
+            append(out.maps, config_.experts);
+        }
+        if (config_.embedding_width > 0) {
+            store_.embedding(i, row.data());
+            append(out.embeddings, config_.embedding_width);
+        }
+        out.written.push_back(store_.written()[static_cast<std::size_t>(i)]);
+    }
+    return out;
 }
 
 }  // namespace finemoe

@@ -23,6 +23,10 @@ struct IterationRows {
     int batch() const { return static_cast<int>(rows.size()); }
 };
 
+// One row with its f16 gate rows [L, J] and embedding [h] (empty: none).
+std::shared_ptr<const IterationRows> make_iteration(std::span<const std::uint16_t> gates,
+                                                    std::span<const std::uint16_t> embedding);
+
 struct SearchRequest {
     std::int64_t ticket = 0;
     SearchKind kind = SearchKind::semantic;
@@ -43,16 +47,24 @@ struct SearchResult {
     std::vector<float> predicted;  // [targets, B, J]
 };
 
+// A store filled before the run: maps [n, L, J] and unit embeddings [n, h] as f16, ages [n].
+struct StoreContents {
+    std::vector<std::uint16_t> maps, embeddings;
+    std::vector<std::int64_t> written;
+};
+
 class Searcher {
   public:
     explicit Searcher(const CoreConfig& config);
 
     SearchResult run(const SearchRequest& request);
+    const CoreConfig& config() const { return config_; }
     MapStore& store() { return store_; }
     const MapStore& store() const { return store_; }
 
-    // Adds one map by the redundancy rule. gates [L, J]; unit embedding, empty: none.
-    void add(std::span<const float> gates, std::span<const float> unit_embedding);
+    // Adds one iteration by the redundancy rule: f16 gate rows [L, J] and embedding [h], empty: none.
+    void add(std::span<const std::uint16_t> gates, std::span<const std::uint16_t> embedding);
+    StoreContents contents() const;
 
   private:
     void follow(const std::shared_ptr<const IterationRows>& iteration, int layer);

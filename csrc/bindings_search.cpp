@@ -1,0 +1,91 @@
+// The map store with its searches, and the δ rule, on their own: for filling a store, tests and benchmarks.
+#include "bindings.hpp"
+#include "search/select.hpp"
+
+namespace finemoe::bindings {
+
+namespace {
+
+// One iteration's searches: the semantic one (with an embedding), then the trajectory search after each layer that
+// has a target. Returns (place, score) of each.
+std::vector<std::pair<int, float>> search_iteration(Searcher& searcher, const py::object& gate,
+                                                    const py::object& embedding) {
+    const auto gates = to_halves(gate);
+    const auto raw = to_halves(embedding);
+    const CoreConfig& config = searcher.config();
+    if (gates.size() != static_cast<std::size_t>(config.total_experts()) ||
+        (!raw.empty() && raw.size() != static_cast<std::size_t>(config.embedding_width))) {
+        throw CoreError("search_iteration: gate is not [L, J] or embedding not [h]");
+    }
+    const py::gil_scoped_release release;
+    const auto iteration = make_iteration(gates, raw);
+    std::vector<std::pair<int, float>> found;
+    const auto run = [&](SearchKind kind, int layer, int target) {
+        const SearchResult r = searcher.run(SearchRequest{0, kind, layer, target, -1, iteration});
+        found.emplace_back(r.maps[0], r.scores[0]);
+    };
+    if (searcher.store().size() == 0) {
+        return found;
+    }
+    const int distance = std::min(config.prefetch_distance, config.layers);
+    if (config.semantic && iteration->rows.front().has_embedding) {
+        run(SearchKind::semantic, -1, distance - 1);
+    }
+    for (int l = 0; config.trajectory && l + distance < config.layers; ++l) {
+        run(SearchKind::trajectory, l, l + distance);
+    }
+    return found;
+}
+
+void fill(Searcher& searcher, const py::object& gate, const py::object& embedding) {
+    const auto gates = to_halves(gate);
+    const auto raw = to_halves(embedding);
+    const auto map = static_cast<std::size_t>(searcher.config().total_experts());
+    const auto width = static_cast<std::size_t>(searcher.config().embedding_width);
+    const std::size_t n = gates.size() / map;
+    if (gates.size() != n * map || (!raw.empty() && raw.size() != n * width)) {
+        throw CoreError("fill: gate is not [n, L, J] or embedding not [n, h]");
+    }
+    const py::gil_scoped_release release;
+    for (std::size_t i = 0; i < n; ++i) {
+        const std::span<const std::uint16_t> one =
+            raw.empty() ? std::span<const std::uint16_t>{} : std::span(raw).subspan(i * width, width);
+        searcher.add(std::span(gates).subspan(i * map, map), one);
+    }
+}
+
+}  // namespace
+
+py::tuple store_tuple(const StoreContents& s, const CoreConfig& c) {
+    const auto n = static_cast<py::ssize_t>(s.written.size());
+    return py::make_tuple(halves_array(s.maps, {n, c.layers, c.experts}),
+                          c.embedding_width > 0 ? py::object(halves_array(s.embeddings, {n, c.embedding_width}))
+                                                : py::object(py::none()),
+                          s.written);
+}
+
+void bind_search(py::module_& m) {
+    m.def(
+        "select_experts",
+        [](const py::array_t<float, py::array::c_style | py::array::forcecast>& p, float score, int top_k) {
+            std::vector<char> chosen(static_cast<std::size_t>(p.size()), 0);
+            select_experts({p.data(), static_cast<std::size_t>(p.size())}, delta_of(score), top_k, chosen);
+            std::vector<int> out;
+            for (std::size_t j = 0; j < chosen.size(); ++j) {
+                if (chosen[j] != 0) {
+                    out.push_back(static_cast<int>(j));
+                }
+            }
+            return out;
+        },
+        py::arg("p"), py::arg("score"), py::arg("top_k"), "The δ set of one searched row, ascending.");
+
+    py::class_<Searcher>(m, "Searcher")
+        .def(py::init<const CoreConfig&>(), py::arg("config"))
+        .def("fill", &fill, py::arg("gate"), py::arg("embedding"),
+             "Adds iterations, gate [n, L, J] and embedding [n, h] or None, by the redundancy rule.")
+        .def("contents", [](const Searcher& s) { return store_tuple(s.contents(), s.config()); })
+        .def("search_iteration", &search_iteration, py::arg("gate"), py::arg("embedding"));
+}
+
+}  // namespace finemoe::bindings

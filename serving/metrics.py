@@ -1,0 +1,197 @@
+"""From logs to figures: latencies, hit rates, stalls, load against capacity.
+
+Definitions: TTFT = arrival to the end of the prefill step, service TTFT = start of the prefill step to its
+end, TPOT = (t_last − t_first) / (n − 1) with n = 1 excluded, E2E = arrival to the last token. Percentiles
+interpolate linearly between the two nearest ranks (NumPy's `linear`). A figure without a single sample is
+null, never NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from .logs import IterationLog, RequestLog
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["CellSummary", "Distribution", "IterationLog", "RequestLog", "distribution", "load", "summarize"]
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """Mean and percentiles of a sample; all null where the sample is empty."""
+
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Offered load against what was served.
+
+    `overload_factor` is the time until the last counted request finished over the time in which the requests
+    arrived. It is given only when the run was OVERLOADED: when the last request arrived, at least one full
+    batch (`max_num_seqs`) was still waiting. Without that rule the last request's own service time would
+    look like overload in a short trace.
+    """
+
+    offered_requests_per_s: float | None = None
+    served_requests_per_s: float | None = None
+    waiting_at_last_arrival: int | None = None
+    overload_factor: float | None = None
+
+
+class CellSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One run: a policy with one expert cache. Null: not defined or not run; `status` and `notes` say why."""
+
+    policy: str
+    expert_cache: str  # as asked for: "24GB", "0.25", "96slots"
+    expert_cache_bytes: int | None
+    status: str  # OK · OVERLOADED … · DOES NOT FIT: … · NOT RUN: …
+    requests: int = 0  # finished and counted
+    iterations: int = 0  # counted steps
+    ttft_s: Distribution = Distribution()
+    ttft_service_s: Distribution = Distribution()
+    queue_s: Distribution = Distribution()
+    tpot_s: Distribution = Distribution()
+    e2e_s: Distribution = Distribution()
+    hit_rate: float | None = None
+    hit_rate_prefill: float | None = None
+    hit_rate_decode: float | None = None
+    late_rate: float | None = None
+    prefetch_useful_bytes: int | None = None
+    prefetch_wasted_bytes: int | None = None
+    demand_bytes: int | None = None
+    stall_share: float | None = None  # of the counted steps' time, compute waiting for demand loads
+    search_wait_share: float | None = None
+    compute_share: float | None = None
+    link_busy_share: float | None = None
+    search_late_share: float | None = None
+    throughput_tokens_per_s: float | None = None  # output tokens
+    load: Load = Load()
+    peak_memory_bytes: int | None = None
+    peak_memory_by_purpose: dict[str, int] = {}
+    simulated_s: float | None = None
+    wall_s: float | None = None
+    counters: dict[str, int] = {}
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ran(self) -> bool:
+        """Whether the cell was run to its end."""
+        return not self.status.startswith(("DOES NOT FIT", "NOT RUN"))
+
+
+def distribution(sample: NDArray[np.float64]) -> Distribution:
+    """Mean and linear percentiles of a one-dimensional sample."""
+    if sample.size == 0:
+        return Distribution()
+    p50, p90, p99 = np.percentile(sample, (50, 90, 99), method="linear")
+    return Distribution(float(sample.mean()), float(p50), float(p90), float(p99))
+
+
+def _share(part: float, whole: float) -> float | None:
+    return float(part) / float(whole) if whole > 0 else None
+
+
+def load(requests: RequestLog, max_num_seqs: int) -> Load:
+    """Offered load, served load and overload of the counted requests."""
+    rows = requests.table()
+    rows = rows[rows["counted"]]
+    if len(rows) < 2:
+        return Load()
+    first, last = float(rows["arrival_s"].min()), float(rows["arrival_s"].max())
+    makespan = float(rows["finished_s"].max()) - first
+    # n requests span n − 1 gaps.
+    offered = _share(len(rows) - 1, last - first)
+    waiting = int(np.count_nonzero(rows["admitted_s"] > last))
+    overloaded = waiting >= max_num_seqs and makespan > last - first
+    factor = _share(makespan, last - first) if overloaded else None
+    return Load(offered, _share(len(rows), makespan), waiting, factor)
+
+
+def summarize(
+    *,
+    policy: str,
+    expert_cache: str,
+    expert_cache_bytes: int,
+    requests: RequestLog,
+    iterations: IterationLog,
+    counters: Mapping[str, int],
+    memory_bytes: Mapping[str, int],
+    busy_s: Mapping[str, float],
+    devices: int,
+    simulated_s: float,
+    wall_s: float | None,
+    max_num_seqs: int,
+    hit_rate_defined: bool,
+    offline: bool,
+    notes: tuple[str, ...] = (),
+) -> CellSummary:
+    """The figures of one finished run.
+
+    `counters` are the core's, over the whole run; `memory_bytes` is the peak per purpose; `busy_s["link"]`
+    sums the links' busy seconds over `devices` links. Steps count from the admission of the first counted
+    request on, so that a warm-up is left out of every rate. In an offline run there is no queue: queue time
+    and load are null, and TTFT is service TTFT.
+    """
+    rows = requests.table()
+    rows = rows[rows["counted"]]
+    steps = iterations.table()
+    begin = float(rows["admitted_s"].min()) if len(rows) else 0.0
+    steps = steps[steps["start_s"] >= begin] if len(rows) else steps[:0]
+
+    def total(name: str, phase: str = "") -> float:
+        chosen = steps[steps["phase"] == phase] if phase else steps
+        return float(chosen[name].sum())
+
+    def hit_rate(phase: str = "") -> float | None:
+        return _share(total("hits", phase), total("activated", phase)) if hit_rate_defined else None
+
+    service = rows["first_token_s"] - rows["admitted_s"]
+    longer = rows[rows["output_tokens"] > 1]
+    since = rows["admitted_s"] if offline else rows["arrival_s"]
+    span = float((steps["end_s"] - steps["start_s"]).sum())
+    served_s = float(rows["finished_s"].max()) - begin if len(rows) else 0.0
+    offered = Load() if offline else load(requests, max_num_seqs)
+    status = "OK" if offered.overload_factor is None else f"OVERLOADED {offered.overload_factor:.3g}x"
+    return CellSummary(
+        policy=policy,
+        expert_cache=expert_cache,
+        expert_cache_bytes=expert_cache_bytes,
+        status=status,
+        requests=len(rows),
+        iterations=len(steps),
+        ttft_s=distribution(rows["first_token_s"] - since),
+        ttft_service_s=distribution(service),
+        queue_s=Distribution() if offline else distribution(rows["admitted_s"] - rows["arrival_s"]),
+        tpot_s=distribution(
+            (longer["finished_s"] - longer["first_token_s"]) / np.maximum(longer["output_tokens"] - 1, 1)
+        ),
+        e2e_s=distribution(rows["finished_s"] - since),
+        hit_rate=hit_rate(),
+        hit_rate_prefill=hit_rate("prefill"),
+        hit_rate_decode=hit_rate("decode"),
+        late_rate=_share(total("late"), total("activated")) if hit_rate_defined else None,
+        prefetch_useful_bytes=counters["prefetch_useful_bytes"],
+        prefetch_wasted_bytes=counters["prefetch_wasted_bytes"],
+        demand_bytes=int(steps["demand_bytes"].sum()),
+        stall_share=_share(total("stall_s"), span),
+        search_wait_share=_share(total("search_wait_s"), span),
+        compute_share=_share(total("compute_s"), span),
+        link_busy_share=_share(busy_s["link"], simulated_s * devices),
+        search_late_share=_share(counters["searches_late"], counters["searches"]),
+        throughput_tokens_per_s=_share(float(rows["output_tokens"].sum()), served_s),
+        load=offered,
+        peak_memory_bytes=sum(memory_bytes.values()),
+        peak_memory_by_purpose=dict(memory_bytes),
+        simulated_s=simulated_s,
+        wall_s=wall_s,
+        counters=dict(counters),
+        notes=notes,
+    )

@@ -1,0 +1,239 @@
+"""Every setting of a run, from flags and from a TOML file, checked in one place.
+
+Flag, TOML key and field share one name: `--max-num-seqs`, `max_num_seqs = 8`, `settings.max_num_seqs`.
+Flags win over the file, the file over the defaults. `to_toml` writes a file that reruns the run exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from ..errors import SettingError
+
+T = TypeVar("T", bound="str | int | float | None")
+
+EXPERT_DTYPES = ("bf16", "fp8", "int4", "mxfp4")
+
+
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of one run or grid; a SettingError names option, value and remedy."""
+
+    trace: str  # path of a request trace
+    model: str = "mixtral-8x7b"  # a name, or the path of a config.json
+    hardware: str = "rtx3090x6"  # a name, or the path of a profile
+    policy: tuple[str, ...] = ("finemoe",)  # names of systems, or ("all",)
+    expert_cache: tuple[str, ...] = ("24GB",)  # over all devices: bytes, a fraction of all experts, or slots
+    expert_dtype: str = "bf16"
+    routing: str = "synthetic"  # or the path of a routing trace
+    backend: str = "sim"
+
+    num_requests: int | Literal["all"] = 256
+    start: int = 0  # requests of the trace left out at its beginning
+    time_scale: float = 1.0  # factor on the gaps between arrivals
+    rate: float | None = None  # requests per second, in place of the trace's own; excludes time_scale
+    prompt_tokens: int | None = None  # in place of the trace's own
+    output_tokens: int | None = None
+    max_num_seqs: int = 8
+    token_budget: int = 8192  # prompt tokens of one prefill step
+    offline: bool = False  # one prompt after another, the store filled from 70 % of the requests
+    warmup: int = 0  # requests served and not counted
+    seed: int = 0
+
+    prefetch_distance: int | None = None  # None: the model's own
+    store_capacity: int = 1000  # expert maps
+    frequency: Literal["run", "residency"] = "run"
+    frequency_decay: float = 1.0
+    preempt_scope: Literal["device", "all"] = "device"
+    rank_prefill_by_tokens: bool = False
+
+    decisions: int | Literal["all"] = 1000  # iterations whose events and commands are kept
+    assumed: tuple[str, ...] = ()  # settings that nobody gave: their defaults are ASSUMED
+
+    def __post_init__(self) -> None:
+        for name in ("policy", "expert_cache"):
+            values = getattr(self, name)
+            if not values or not all(values):
+                raise _bad(name, ",".join(values), "Give one or more values with commas between them.")
+            twice = sorted({value for value in values if values.count(value) > 1})
+            if twice:
+                raise _bad(name, ",".join(values), f"{twice[0]} stands there twice; name it once.")
+        if self.backend in ("cpu", "cuda"):
+            raise _bad("backend", self.backend, "That backend is not built yet; use sim.")
+        _one_of("backend", self.backend, ("sim",))
+        _one_of("expert_dtype", self.expert_dtype, EXPERT_DTYPES)
+        _one_of("frequency", self.frequency, ("run", "residency"))
+        _one_of("preempt_scope", self.preempt_scope, ("device", "all"))
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, int) and value < least:
+                raise _bad(name, value, f"Give a whole number of {least} or more.")
+        for name in ("time_scale", "rate"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise _bad(name, value, "Give a number above 0.")
+        if not 0 < self.frequency_decay <= 1:
+            raise _bad("frequency_decay", self.frequency_decay, "Give a number above 0 and at most 1.")
+        if self.rate is not None and self.time_scale != 1:
+            raise _bad("rate", self.rate, "It excludes --time-scale: give one of them.")
+        if self.offline and (self.rate is not None or self.time_scale != 1):
+            raise SettingError(
+                "--offline serves one prompt after another, so --rate and --time-scale mean nothing there. "
+                "Leave them out."
+            )
+
+
+_LEAST = {
+    "num_requests": 1,
+    "start": 0,
+    "prompt_tokens": 1,
+    "output_tokens": 1,
+    "max_num_seqs": 1,
+    "token_budget": 1,
+    "warmup": 0,
+    "seed": 0,
+    "prefetch_distance": 1,
+    "store_capacity": 1,
+    "decisions": 0,
+}
+# Settings whose defaults say something about the world; the defaults of the others change nothing.
+_ASSUMABLE = (
+    "model",
+    "hardware",
+    "policy",
+    "expert_cache",
+    "expert_dtype",
+    "routing",
+    "num_requests",
+    "max_num_seqs",
+    "token_budget",
+    "seed",
+    "prefetch_distance",
+    "store_capacity",
+    "frequency",
+    "preempt_scope",
+)
+_FIELDS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(RunSettings)}
+_LISTS = ("policy", "expert_cache")
+_WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def flag(name: str) -> str:
+    """The flag of a setting: `max_num_seqs` → `--max-num-seqs`."""
+    return "--" + name.replace("_", "-")
+
+
+def _bad(name: str, value: object, remedy: str) -> SettingError:
+    return SettingError(f"{flag(name)} is {value}. {remedy}")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise _bad(name, value, f"Choose {' or '.join(choices)}.{_hint(value, choices)}")
+
+
+def _hint(name: str, choices: tuple[str, ...]) -> str:
+    near = get_close_matches(name, choices, n=1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def resolve(options: Mapping[str, object], config: str | Path | None = None) -> RunSettings:
+    """Settings from options (None: not given) over a TOML file over the defaults.
+
+    What neither gives and is more than "off" is listed in `assumed`. Unknown names are refused with the
+    nearest known one.
+    """
+    given = _read(Path(config)) if config is not None else {}
+    once_assumed = given.pop("assumed", None)
+    chosen = {name: value for name, value in options.items() if value is not None}
+    for name in chosen:
+        _known(name, "")
+    if "trace" not in chosen and "trace" not in given:
+        raise SettingError("--trace is missing. Give the file of a request trace: --trace FILE.")
+    where = dict.fromkeys(given, f" in {config}") | dict.fromkeys(chosen, "")
+    given |= chosen
+    if once_assumed is None:
+        assumed = tuple(name for name in _ASSUMABLE if name not in given)
+    else:  # a rerun of resolved settings: what was ASSUMED then is ASSUMED now, unless it is given
+        assumed = tuple(name for name in _convert("assumed", once_assumed, "") if name not in chosen)
+    values = {name: _convert(name, value, where[name]) for name, value in given.items()}
+    return RunSettings(**values, assumed=assumed)
+
+
+def to_toml(settings: RunSettings) -> str:
+    """The settings as TOML; `resolve({}, config=file)` gives them back. Settings that are None are left
+    out."""
+    lines = []
+    for name in _FIELDS:
+        value = getattr(settings, name)
+        if value is not None:
+            lines.append(f"{name} = {_toml(value)}\n")
+    return "".join(lines)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    # JSON's escapes are TOML's; TOML wants DEL escaped as well.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _read(path: Path) -> dict[str, object]:
+    try:
+        content = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise SettingError(f"--config {path} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingError(f"--config {path} is not TOML: {error}.") from error
+    values: dict[str, object] = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        _known(name, f" in {path}")
+        if name in values:
+            raise SettingError(f"{key} stands twice in {path}. Keep one of them.")
+        values[name] = value
+    return values
+
+
+def _known(name: str, where: str) -> None:
+    if name not in _FIELDS:
+        raise SettingError(f"{name}{where} is not a setting.{_hint(name, tuple(_FIELDS))}")
+
+
+def _convert(name: str, value: object, where: str) -> Any:
+    """A value from a flag, a keyword or TOML as the field's type."""
+    if isinstance(value, Path):
+        value = str(value)
+    if name in _LISTS and isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    if name in ("num_requests", "decisions") and isinstance(value, str):
+        text = "0" if name == "decisions" and value == "none" else value
+        value = int(text) if text.isdecimal() else text
+    try:
+        return msgspec.convert(value, _FIELDS[name])
+    except msgspec.ValidationError as error:
+        raise SettingError(f"{flag(name)}{where} is {value!r}. Give {_wanted(name)}.") from error
+
+
+def _wanted(name: str) -> str:
+    if name in (*_LISTS, "assumed"):
+        return "a text or a list of texts"
+    if name == "num_requests":
+        return "a whole number or all"
+    if name == "decisions":
+        return "a whole number, all or none"
+    if name in ("frequency", "preempt_scope"):
+        return "run or residency" if name == "frequency" else "device or all"
+    kind = _FIELDS[name]
+    return next(word for type_, word in _WORDS.items() if kind == type_ or kind == type_ | None)

@@ -1,0 +1,152 @@
+"""Settings: precedence, validation with remedy, and TOML that reruns exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from finemoe.errors import SettingError
+from finemoe.sim.settings import RunSettings, resolve, to_toml
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def test_the_defaults_of_the_bare_command_are_assumed() -> None:
+    settings = resolve({"trace": Path("azure.parquet"), "seed": None})
+    assert settings.trace == "azure.parquet"
+    assert (settings.model, settings.hardware, settings.policy) == ("mixtral-8x7b", "rtx3090x6", ("finemoe",))
+    assert (settings.expert_cache, settings.num_requests, settings.routing) == (("24GB",), 256, "synthetic")
+    assert (settings.max_num_seqs, settings.seed, settings.backend) == (8, 0, "sim")
+    assert {"model", "hardware", "policy", "expert_cache", "num_requests", "routing"} < set(settings.assumed)
+    assert "trace" not in settings.assumed
+    assert "warmup" not in settings.assumed  # off is not an assumption
+
+
+def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        'trace = "a.csv"\nmax-num-seqs = 4\nseed = 7\npolicy = "lru, lfu"\nexpert_cache = ["0.25"]\n'
+    )
+    settings = resolve({"seed": 9}, config)
+    assert (settings.trace, settings.max_num_seqs, settings.seed) == ("a.csv", 4, 9)
+    assert (settings.policy, settings.expert_cache) == (("lru", "lfu"), ("0.25",))
+    assert not {"trace", "max_num_seqs", "seed", "policy", "expert_cache"} & set(settings.assumed)
+    assert "model" in settings.assumed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"--trace is missing.*--trace FILE"),
+        ({"max_num_seqs": 0}, r"--max-num-seqs is 0\. Give a whole number of 1 or more"),
+        ({"max_num_seqs": "many"}, r"--max-num-seqs is 'many'\. Give a whole number"),
+        ({"max_num_seqs": 1.5}, r"--max-num-seqs is 1\.5\. Give a whole number"),
+        ({"max_num_seq": 8}, r"max_num_seq is not a setting\. Did you mean max_num_seqs\?"),
+        ({"num_requests": "half"}, r"--num-requests is 'half'\. Give a whole number or all"),
+        ({"num_requests": 0}, r"--num-requests is 0"),
+        ({"decisions": -1}, r"--decisions is -1"),
+        ({"seed": -1}, r"--seed is -1"),
+        ({"warmup": -1}, r"--warmup is -1"),
+        ({"prefetch_distance": 0}, r"--prefetch-distance is 0"),
+        ({"rate": 0.0}, r"--rate is 0\.0\. Give a number above 0"),
+        ({"rate": float("nan")}, r"--rate is nan"),
+        ({"time_scale": float("inf")}, r"--time-scale is inf"),
+        ({"rate": 2.0, "time_scale": 3.0}, r"excludes --time-scale"),
+        ({"offline": True, "rate": 2.0}, r"--offline serves one prompt after another"),
+        ({"policy": "lru,,lfu"}, r"--policy is lru,,lfu"),
+        ({"policy": "lru,lfu,lru"}, r"lru stands there twice"),
+        ({"expert_dtype": "bf61"}, r"--expert-dtype is bf61\. Choose bf16 or .*Did you mean bf16\?"),
+        ({"backend": "cuda"}, r"--backend is cuda\. That backend is not built yet"),
+        ({"backend": "gpu"}, r"--backend is gpu\. Choose sim"),
+        ({"frequency": "runs"}, r"--frequency is 'runs'\. Give run or residency"),
+        ({"frequency_decay": 1.5}, r"--frequency-decay is 1\.5"),
+    ],
+)
+def test_bad_values_name_option_value_and_remedy(options: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        resolve(({"trace": "a.csv"} | options) if options else {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("polcy = 'lru'", r"polcy in .*run\.toml is not a setting\. Did you mean policy\?"),
+        ("seed = '1'", r"--seed in .*run\.toml is '1'\. Give a whole number"),
+        ("offline = 1", r"--offline in .*run\.toml is 1\. Give true or false"),
+        ("seed = 1\nseed = 2", r"is not TOML"),
+        ("max-num-seqs = 1\nmax_num_seqs = 2", r"stands twice"),
+        ("trace = 'a\x00'", r"is not TOML"),
+    ],
+)
+def test_bad_files_name_the_file(tmp_path: Path, text: str, message: str) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(text)
+    with pytest.raises(SettingError, match=message):
+        resolve({"trace": "a.csv"}, config)
+
+
+def test_a_missing_or_binary_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"absent\.toml cannot be read: No such file"):
+        resolve({}, tmp_path / "absent.toml")
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SettingError, match="is not TOML"):
+        resolve({}, binary)
+
+
+def test_none_and_all_decisions() -> None:
+    assert resolve({"trace": "a", "decisions": "none"}).decisions == 0
+    assert resolve({"trace": "a", "decisions": "all"}).decisions == "all"
+    assert resolve({"trace": "a", "decisions": "50"}).decisions == 50
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+
+
+@given(
+    trace=texts,
+    seed=st.integers(0, 2**60),
+    scale=st.floats(1e-300, 1e300),
+    number=st.integers(1, 10**6) | st.just("all"),
+    tokens=st.none() | st.integers(1, 1000),
+    offline=st.booleans(),
+)
+def test_resolved_settings_come_back_from_their_toml(
+    tmp_path_factory: pytest.TempPathFactory,
+    trace: str,
+    seed: int,
+    scale: float,
+    number: int | str,
+    tokens: int | None,
+    offline: bool,
+) -> None:
+    options: dict[str, object] = {
+        "trace": trace,
+        "seed": seed,
+        "time_scale": 1.0 if offline else scale,
+        "num_requests": number,
+        "prompt_tokens": tokens,
+        "offline": offline,
+    }
+    settings = resolve(options)
+    file = tmp_path_factory.mktemp("config") / "config.resolved.toml"
+    file.write_text(to_toml(settings), "utf-8")
+    again = resolve({}, file)
+    assert again == settings
+    assert resolve({"model": "gpt-oss-20b"}, file).assumed == tuple(
+        n for n in settings.assumed if n != "model"
+    )
+
+
+def test_a_float_written_without_a_point_is_a_number(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("rate = 3\n")
+    assert resolve({"trace": "a"}, config).rate == 3.0
+
+
+def test_settings_cannot_be_changed() -> None:
+    settings = RunSettings(trace="a")
+    with pytest.raises(AttributeError):
+        settings.seed = 3  # type: ignore[misc]
+    assert msgspec.structs.replace(settings, seed=3).seed == 3
