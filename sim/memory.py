@@ -106,8 +106,8 @@ def plan_memory(
     total holds every routed expert, a slot for each expert it owns. min_kv_tokens: tokens the KV cache must
     hold at least, such as the longest request's prompt and output.
 
-    Raises SettingError for less than one slot per device, CapacityError (with every share) where device 0 does
-    not hold its shares, or the host not the experts it would have to serve.
+    Raises SettingError for less than one slot per device, CapacityError (with every share) where device 0
+    does not hold its shares, or the host not the experts it would have to serve.
     """
     expert_bytes, experts, devices = model.expert_bytes(dtype), model.routed_experts(), profile.devices
     whole_model = expert_cache_bytes >= experts * expert_bytes

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shared_data import shared
 
 # Published totals and active parameters in 10^9. The publishers of the last two leave the input embedding out
-# of the active count. DeepSeek-V2-Lite's 2.451 is published as 2.4, cut off, not rounded: the wider tolerance.
+# of the active count. DeepSeek-V2-Lite's 2.451 is published as 2.4, cut off, not rounded: hence its 2.5 %.
 PUBLISHED = [
     ("mixtral-8x7b", 46.7, 12.9, True, 0.02),
     ("qwen1.5-moe", 14.3, 2.7, True, 0.02),
