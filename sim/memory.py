@@ -106,8 +106,8 @@ def plan_memory(
     total holds every routed expert, a slot for each expert it owns. min_kv_tokens: tokens the KV cache must
     hold at least, such as the longest request's prompt and output.
 
-    Raises SettingError for less than one slot per device, CapacityError (with every share) for a device whose
-    shares do not fit and for a host that cannot hold the experts it would have to serve.
+    Raises SettingError for less than one slot per device, CapacityError (with every share) where device 0
+    does not hold its shares, or the host not the experts it would have to serve.
     """
     expert_bytes, experts, devices = model.expert_bytes(dtype), model.routed_experts(), profile.devices
     whole_model = expert_cache_bytes >= experts * expert_bytes
@@ -121,40 +121,36 @@ def plan_memory(
         )
     used = [min(slots_per_device, len(range(device, experts, devices))) for device in range(devices)]
     whole_model = sum(used) == experts
-    kv_least = min_kv_tokens * model.kv_bytes_per_token
-    shares = []
-    for device in range(devices):
-        dense = model.dense_bytes() if device == 0 else 0
-        slots_bytes = used[device] * expert_bytes
-        left = profile.device_memory_bytes - profile.memory_reserve_bytes - dense - slots_bytes
-        if left < (kv_least if device == 0 else 0):
-            raise CapacityError(
-                _does_not_fit(model, profile, device, dense, used[device], slots_bytes, min_kv_tokens)
-            )
-        shares.append(
-            DeviceShare(
-                capacity_bytes=profile.device_memory_bytes,
-                reserve_bytes=profile.memory_reserve_bytes,
-                dense_bytes=dense,
-                expert_slot_bytes=slots_bytes,
-                kv_bytes=left if device == 0 else 0,
-            )
-        )
+    # Device 0 is always the fullest: it alone has dense weights and KV, and no device owns more experts.
+    usable = profile.device_memory_bytes - profile.memory_reserve_bytes
+    kv_budget = usable - model.dense_bytes() - used[0] * expert_bytes
+    if kv_budget < min_kv_tokens * model.kv_bytes_per_token:
+        raise CapacityError(_does_not_fit(model, profile, used[0], used[0] * expert_bytes, min_kv_tokens))
     if not whole_model and experts * expert_bytes > profile.host_memory_bytes:
         raise CapacityError(
             f"{profile.name}: host memory of {_size(profile.host_memory_bytes)} does not hold the {experts} "
             f"routed experts of {model.name}, {_size(experts * expert_bytes)}. Use a smaller expert dtype or "
             "a larger host."
         )
+    shares = tuple(
+        DeviceShare(
+            capacity_bytes=profile.device_memory_bytes,
+            reserve_bytes=profile.memory_reserve_bytes,
+            dense_bytes=model.dense_bytes() if device == 0 else 0,
+            expert_slot_bytes=used[device] * expert_bytes,
+            kv_bytes=kv_budget if device == 0 else 0,
+        )
+        for device in range(devices)
+    )
     return MemoryPlan(
         expert_bytes=expert_bytes,
         slots_per_device=slots_per_device,
         slots=sum(used),
         whole_model=whole_model,
-        kv_budget_bytes=shares[0].kv_bytes,
-        max_kv_tokens=shares[0].kv_bytes // model.kv_bytes_per_token,
+        kv_budget_bytes=kv_budget,
+        max_kv_tokens=kv_budget // model.kv_bytes_per_token,
         kv_bytes_per_token=model.kv_bytes_per_token,
-        devices=tuple(shares),
+        devices=shares,
         warnings=_cycle_warning(model, sum(used)),
     )
 
@@ -176,25 +172,21 @@ def _cycle_warning(model: ModelSpec, slots: int) -> tuple[str, ...]:
 
 
 def _does_not_fit(
-    model: ModelSpec,
-    profile: HardwareProfile,
-    device: int,
-    dense: int,
-    slots: int,
-    slots_bytes: int,
-    min_kv_tokens: int,
+    model: ModelSpec, profile: HardwareProfile, slots: int, slots_bytes: int, min_kv_tokens: int
 ) -> str:
-    shares = {"reserve": profile.memory_reserve_bytes, f"{slots} expert slots": slots_bytes}
-    if device == 0:
-        shares["dense weights"] = dense
-        shares[f"KV cache for {min_kv_tokens} token(s)"] = min_kv_tokens * model.kv_bytes_per_token
+    shares = {
+        "reserve": profile.memory_reserve_bytes,
+        "dense weights": model.dense_bytes(),
+        f"{slots} expert slots": slots_bytes,
+        f"KV cache for {min_kv_tokens} token(s)": min_kv_tokens * model.kv_bytes_per_token,
+    }
     total = sum(shares.values())
     listed = ", ".join(f"{purpose} {_size(size)}" for purpose, size in shares.items())
     over = _size(total - profile.device_memory_bytes)
     return (
-        f"{profile.name}: device {device} has {_size(profile.device_memory_bytes)}, but {model.name} needs "
-        f"{_size(total)} there: {listed}. Over by {over}: use a smaller expert cache, expert dtype or request "
-        "length, or more memory."
+        f"{profile.name}: device 0 has {_size(profile.device_memory_bytes)}, but {model.name} needs "
+        f"{_size(total)} there: {listed}. Over by {over}: use a smaller expert cache, "
+        "expert dtype or request length, or more memory."
     )
 
 
