@@ -64,6 +64,11 @@ class Scheduler:
         """Requests admitted and not finished."""
         return len(self._running)
 
+    @property
+    def running_states(self) -> tuple[RequestState, ...]:
+        """The admitted and unfinished requests, in order of admission."""
+        return tuple(self._running)
+
     def check(self, request: Request) -> None:
         """Raise CapacityError for a request whose KV cache can never fit."""
         need = request.prompt_tokens + request.output_tokens

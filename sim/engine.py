@@ -1,0 +1,199 @@
+"""The engine process: steps of the scheduler, layer by layer, against one core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
+
+import simpy
+
+from ..policy.core import (
+    CHUNK_OPEN,
+    CHUNK_READY,
+    DEVICE_SHIFT,
+    FORWARD_PENDING,
+    MORE_CHUNKS,
+    SEARCH_PENDING,
+    Core,
+    Feed,
+)
+from ..serving.logs import IterationLog
+from .compute import ComputeModel
+from .events import ENGINE, Timer
+from .foresight import Foresight
+from .link import Link
+from .search_worker import SearchWorker
+
+if TYPE_CHECKING:
+    from ..calibration.profile import HardwareProfile
+    from ..policy.models import ModelSpec
+    from ..policy.systems import System
+    from ..serving.scheduler import Step
+
+_OUTBOXES = FORWARD_PENDING | SEARCH_PENDING | -(1 << DEVICE_SHIFT)
+_READY_WHOLE = CHUNK_READY | MORE_CHUNKS
+
+Process = Generator[simpy.Event, None, None]
+
+
+class Engine:
+    """Runs iterations in simulated time and notes each in an IterationLog."""
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        core: Core,
+        feed: Feed,
+        model: ModelSpec,
+        compute: ComputeModel,
+        profile: HardwareProfile,
+        system: System,
+    ) -> None:
+        self._env = env
+        self._core = core
+        self._feed = feed
+        self._layers = model.layers
+        self._experts = model.experts
+        self._compute = compute
+        self._slowdown = profile.copy_slowdown
+        self._as_ready = system.compute_order == "as_ready"
+        self.links = [Link(env, core, device, profile, self.deliver) for device in range(profile.devices)]
+        self.worker = SearchWorker(env, core, profile, self.deliver)
+        self.foresight = Foresight(core, feed, model.layers) if system.predictor == "oracle" else None
+        self.log = IterationLog()
+        self.compute_s = 0.0
+        self._stall_s = 0.0
+        self._mask = 0
+        self._wake: simpy.Event | None = None
+        self._totals = core.totals()
+
+    def deliver(self, mask: int) -> None:
+        """Hand the core's commands to those who carry them out, and wake the forward pass where it can go on."""
+        if mask & _OUTBOXES:
+            devices = mask >> DEVICE_SHIFT
+            device = 0
+            while devices:
+                if devices & 1:
+                    self.links[device].drain()
+                devices >>= 1
+                device += 1
+            if mask & SEARCH_PENDING:
+                self.worker.drain()
+            if mask & FORWARD_PENDING:
+                self._core.take_forward()  # a Wait: the mask says when it is over
+        if self._wake is not None and (mask & CHUNK_READY or self._as_ready):
+            self._mask = mask
+            wake, self._wake = self._wake, None
+            wake._ok = True
+            wake._value = None
+            self._env.schedule(wake, ENGINE)
+
+    def iterate(self, step: Step) -> Process:
+        """One step of the scheduler, all layers."""
+        env, core, feed = self._env, self._core, self._feed
+        start_s, compute_before_s = env.now, self.compute_s
+        self._stall_s = 0.0
+        tokens, context, pairs = _sizes(step)
+        states = step.requests
+        feed.select(
+            [state.request.index for state in states],
+            [state.generated for state in states],
+            [state.step_tokens for state in states],
+            step.phase == "prefill",
+        )
+        counts = feed.token_counts(self._layers)
+        expert_s = (self._compute.expert_s(counts) + self._compute.exchange_s(tokens)).tolist()
+        attention_s = self._compute.attention_s(tokens, context, score_pairs=pairs)
+        overhead_s = self._compute.iteration_overhead_s(tokens, len(states), context, score_pairs=pairs)
+        slow_attention_s = attention_s * self._slowdown
+        first_link = self.links[0]
+
+        mask = feed.begin_iteration(core, env.now)
+        if mask & _OUTBOXES:
+            self.deliver(mask)
+        for layer in range(self._layers):
+            layer_s = slow_attention_s if first_link.busy else attention_s
+            self.compute_s += layer_s
+            yield Timer(env, layer_s, ENGINE)
+            mask = feed.gate(core, layer, env.now)
+            if mask & _OUTBOXES:
+                self.deliver(mask)
+            if mask & _READY_WHOLE == CHUNK_READY:
+                yield self._computing(expert_s[layer])
+                mask = core.computed_chunk(env.now)
+                if mask & _OUTBOXES:
+                    self.deliver(mask)
+            else:
+                yield from self._chunks(layer, mask, expert_s[layer], tokens, counts[layer].tolist())
+        self.compute_s += overhead_s
+        yield Timer(env, overhead_s, ENGINE)
+        mask = core.end_iteration(env.now)
+        if mask & _OUTBOXES:
+            self.deliver(mask)
+        self._note(step, start_s, tokens, self.compute_s - compute_before_s)
+
+    def _computing(self, seconds: float) -> Timer:
+        """A timer for expert computation, slower while any copy runs."""
+        if any(link.busy for link in self.links):
+            seconds *= self._slowdown
+        self.compute_s += seconds
+        return Timer(self._env, seconds, ENGINE)
+
+    def _chunks(self, layer: int, mask: int, whole_s: float, tokens: int, counts: list[int]) -> Process:
+        """A layer that has to wait for loads, or that goes through in several parts."""
+        core, env = self._core, self._env
+        first = layer * self._experts
+        in_parts = bool(mask & MORE_CHUNKS)
+        exchange_s = self._compute.exchange_s(tokens)  # once per layer, with its first part
+        while mask & CHUNK_OPEN:
+            ready = bool(mask & CHUNK_READY)
+            part = core.chunk_ready() if in_parts or (self._as_ready and not ready) else []
+            if not ready and not part:
+                began_s = env.now
+                self._wake = simpy.Event(env)
+                yield self._wake
+                self._stall_s += env.now - began_s
+                mask = self._mask
+                continue
+            if ready and not in_parts:
+                yield self._computing(whole_s)
+                mask = core.computed_chunk(env.now)
+            elif ready or self._as_ready:
+                in_parts = True
+                experts = [expert - first for expert in part]
+                part_s = self._compute.experts_time_s(layer, experts, [counts[j] for j in experts])
+                yield self._computing(part_s + exchange_s)
+                exchange_s = 0.0
+                mask = core.computed(layer, part, env.now)
+            if mask & _OUTBOXES:
+                self.deliver(mask)
+
+    def _note(self, step: Step, start_s: float, tokens: int, compute_s: float) -> None:
+        before, self._totals = self._totals, self._core.totals()
+        activated, hits, late, demand_bytes = (
+            now - then for now, then in zip(self._totals, before, strict=True)
+        )
+        self.log.append(
+            start_s,
+            self._env.now,
+            step.phase,
+            len(step.requests),
+            tokens,
+            activated,
+            hits,
+            late,
+            activated - hits - late,
+            demand_bytes,
+            self._stall_s,
+            0.0,
+            compute_s,
+        )
+
+
+def _sizes(step: Step) -> tuple[int, int, int]:
+    """New tokens, KV positions read, and query-key pairs of a step."""
+    if step.phase == "prefill":
+        prompts = [state.request.prompt_tokens for state in step.requests]
+        return sum(prompts), sum(prompts), sum(n * (n + 1) // 2 for n in prompts)
+    context = sum(state.context_tokens + 1 for state in step.requests)
+    return len(step.requests), context, context

@@ -1,0 +1,86 @@
+"""One device's host link: fixed latency plus bytes over bandwidth, one copy at a time, preemptible between chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import simpy
+
+from .events import LOADED, PAUSED, Timer
+
+if TYPE_CHECKING:
+    from ..calibration.profile import HardwareProfile
+    from ..policy.core import Core
+
+
+class Link:
+    """Carries out one device's outbox.
+
+    A chunk costs no event of its own: where a copy stops is computed when it is asked to pause. `deliver` takes
+    the mask that the core returns.
+    """
+
+    def __init__(
+        self,
+        env: simpy.Environment,
+        core: Core,
+        device: int,
+        profile: HardwareProfile,
+        deliver: Callable[[int], None],
+    ) -> None:
+        self._env = env
+        self._core = core
+        self._device = device
+        self._latency_s = profile.link_latency_s
+        self._bandwidth = profile.link_bandwidth
+        self._chunk_bytes = profile.link_chunk_bytes
+        self._deliver = deliver
+        self._timer: Timer | None = None
+        self._expert = -1
+        self._offset = self._size = 0
+        self._began_s = 0.0
+        self.busy_s = 0.0
+        self.bytes_moved = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a copy is in flight."""
+        return self._timer is not None
+
+    def drain(self) -> None:
+        """Take the commands from the core's outbox of this device."""
+        for command in self._core.take_device(self._device):
+            if command[0] == "Load":
+                _, self._expert, _, _, self._offset, self._size, _, _ = command
+                self._began_s = self._env.now
+                copy_s = self._latency_s + self._size / self._bandwidth
+                self._timer = Timer(self._env, copy_s, LOADED, self._loaded)
+            else:
+                self._pause()
+
+    def _loaded(self, timer: simpy.Event) -> None:
+        if timer is self._timer:  # otherwise it was asked to pause before
+            self._finish(self._size)
+            self._deliver(self._core.loaded(self._expert, self._env.now))
+
+    def _pause(self) -> None:
+        """PreemptPrefetch: the chunk in the copier finishes; if it is the last one, so does the load."""
+        copied_s = self._env.now - self._began_s - self._latency_s
+        chunk_s = self._chunk_bytes / self._bandwidth
+        size = max(1, math.ceil(copied_s / chunk_s)) * self._chunk_bytes
+        if size >= self._size:
+            return
+        end_s = self._began_s + self._latency_s + size / self._bandwidth
+        self._size = size
+        self._timer = Timer(self._env, max(0.0, end_s - self._env.now), PAUSED, self._paused)
+
+    def _paused(self, _: simpy.Event) -> None:
+        self._finish(self._size)
+        self._deliver(self._core.paused(self._expert, self._offset + self._size, self._env.now))
+
+    def _finish(self, size: int) -> None:
+        self._timer = None
+        self.busy_s += self._env.now - self._began_s
+        self.bytes_moved += size

@@ -1,0 +1,261 @@
+"""The simulated world: one system, one cache size, one list of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import simpy
+
+from ..errors import SettingError
+from ..policy.core import Core, Feed, Options, Searcher, core_options, make_config
+from ..serving.decisions import decision_table
+from ..serving.logs import IterationLog, RequestLog
+from ..serving.scheduler import Scheduler
+from .compute import ComputeModel
+from .engine import Engine
+from .events import ARRIVAL, ENGINE, Timer
+from .memory import plan_memory, whole_model_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+    from ..calibration.profile import HardwareProfile
+    from ..policy.models import ExpertDtype, ModelSpec
+    from ..policy.systems import System
+    from ..serving.request import RequestState
+    from ..traces.requests import Request
+    from ..traces.routing import RequestRouting, RoutingSource
+    from .memory import MemoryPlan
+    from .settings import RunSettings
+
+_PROGRESS_EVERY = 64  # iterations
+
+
+@dataclass(frozen=True)
+class CellInputs:
+    """Everything one cell of the grid is made of. `training` fills the store of an offline run."""
+
+    model: ModelSpec
+    expert_dtype: ExpertDtype
+    profile: HardwareProfile
+    system: System
+    expert_cache_bytes: int
+    requests: Sequence[Request]
+    training: Sequence[Request]
+    routing: RoutingSource
+    settings: RunSettings
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a cell is."""
+
+    simulated_s: float
+    iterations: int
+    finished: int
+    requests: int
+
+
+@dataclass(frozen=True)
+class CellOutcome:
+    """What happened in one cell. `per_layer` holds int64[2, L] (prefill, decode) of activated, hits and late."""
+
+    requests: RequestLog
+    iterations: IterationLog
+    counters: dict[str, int]
+    per_layer: dict[str, NDArray[np.int64]]
+    decisions: pa.Table | None
+    memory_bytes: dict[str, int]
+    busy_s: dict[str, float]
+    simulated_s: float
+    notes: tuple[str, ...]
+
+
+def plan_cell(inputs: CellInputs) -> MemoryPlan:
+    """The cell's memory split; CapacityError or SettingError where it cannot run."""
+    cache = (
+        whole_model_bytes(inputs.model, inputs.expert_dtype)
+        if inputs.system.preloaded
+        else inputs.expert_cache_bytes
+    )
+    longest = max((r.prompt_tokens + r.output_tokens for r in inputs.requests), default=1)
+    return plan_memory(inputs.model, inputs.expert_dtype, inputs.profile, cache, min_kv_tokens=longest)
+
+
+def cell_options(inputs: CellInputs, plan: MemoryPlan) -> Options:
+    """The policy core's configuration for the cell."""
+    model, settings = inputs.model, inputs.settings
+    meta = inputs.routing.meta
+    if (meta.layers, meta.experts, meta.top_k) != (model.layers, model.experts, model.top_k):
+        raise SettingError(
+            f"the routing is of {meta.model} ({meta.layers} layers x {meta.experts} experts, top-{meta.top_k}), the "
+            f"model is {model.name} ({model.layers} x {model.experts}, top-{model.top_k}). "
+            "Give --model or --routing that belong together."
+        )
+    return core_options(
+        inputs.system,
+        layers=model.layers,
+        experts=model.experts,
+        top_k=model.top_k,
+        devices=inputs.profile.devices,
+        slots_per_device=plan.slots_per_device,
+        expert_bytes=plan.expert_bytes,
+        prefetch_distance=settings.prefetch_distance or model.prefetch_distance,
+        store_capacity=settings.store_capacity,
+        embedding_width=meta.embedding_width,
+        embedding_work=model.hidden_size,
+        frequency=settings.frequency,
+        frequency_decay=settings.frequency_decay,
+        rank_prefill_by_tokens=settings.rank_prefill_by_tokens,
+        preempt_scope=settings.preempt_scope,
+    )
+
+
+def run_cell(inputs: CellInputs, on_progress: Callable[[Progress], None]) -> CellOutcome:
+    """Serve the requests in simulated time. Deterministic: same inputs, same outcome."""
+    return _World(inputs, on_progress).run()
+
+
+class _World:
+    def __init__(self, inputs: CellInputs, on_progress: Callable[[Progress], None]) -> None:
+        self._inputs = inputs
+        self._on_progress = on_progress
+        self._plan = plan_cell(inputs)
+        settings, model = inputs.settings, inputs.model
+        self._options = cell_options(inputs, self._plan)
+        config = make_config(self._options)
+        self._log_iterations = -1 if settings.decisions == "all" else settings.decisions
+        self._core = Core(config, self._log_iterations)
+        if inputs.training and inputs.system.predictor == "map":
+            searcher = Searcher(config)
+            for request in inputs.training:
+                routing = self._routing(request)
+                searcher.fill(routing.gate, routing.embedding)
+            self._core.seed_store(*searcher.contents())
+        self._env = simpy.Environment()
+        self._feed = Feed(model.layers, model.experts, inputs.routing.meta.embedding_width)
+        compute = ComputeModel(model, inputs.expert_dtype, inputs.profile)
+        self._engine = Engine(
+            self._env, self._core, self._feed, model, compute, inputs.profile, inputs.system
+        )
+        # Offline: one prompt after another, all there from the start.
+        batch = 1 if settings.offline else settings.max_num_seqs
+        self._scheduler = Scheduler(batch, settings.token_budget, self._plan.max_kv_tokens)
+        self._request_log = RequestLog()
+        self._not_counted = {request.index for request in list(inputs.requests)[: settings.warmup]}
+        self._admitted_s: dict[int, float] = {}
+        self._first_token_s: dict[int, float] = {}
+        self._still_to_come = len(inputs.requests)
+        self._idle: simpy.Event | None = None
+        self._peak_kv_tokens = 0
+
+    def run(self) -> CellOutcome:
+        env, core = self._env, self._core
+        env.process(self._arrivals())
+        env.run(until=env.process(self._serve()))
+        counters = core.counters()
+        counters["prefetch_wasted_bytes"] += counters.pop("prefetch_unused_bytes")
+        links = self._engine.links
+        counters["bytes_moved"] = sum(link.bytes_moved for link in links)
+        embedded = inputs_embedded(self._inputs)
+        return CellOutcome(
+            requests=self._request_log,
+            iterations=self._engine.log,
+            counters=counters,
+            per_layer=core.layer_counts(),
+            decisions=decision_table(core.take_log(), self._options) if self._log_iterations else None,
+            memory_bytes=self._plan.peak_memory_bytes(self._peak_kv_tokens),
+            busy_s={
+                "link": sum(link.busy_s for link in links),
+                "compute": self._engine.compute_s,
+                "search": self._engine.worker.busy_s,
+            },
+            simulated_s=env.now,
+            notes=(*self._plan.warnings, *embedded),
+        )
+
+    def _routing(self, request: Request) -> RequestRouting:
+        return self._inputs.routing.routing_for(request.index, request.prompt_tokens, request.output_tokens)
+
+    def _arrivals(self) -> Generator[simpy.Event, None, None]:
+        for request in self._inputs.requests:
+            wait_s = 0.0 if self._inputs.settings.offline else request.arrival_s - self._env.now
+            if wait_s > 0.0:
+                yield Timer(self._env, wait_s, ARRIVAL)
+            self._scheduler.add(request)
+            self._still_to_come -= 1
+            if self._idle is not None:
+                idle, self._idle = self._idle, None
+                idle.succeed()
+
+    def _serve(self) -> Generator[simpy.Event, None, None]:
+        env, scheduler, engine = self._env, self._scheduler, self._engine
+        yield Timer(env, 0.0, ENGINE)
+        iterations = 0
+        while True:
+            step = scheduler.next_step()
+            if step is None:
+                if self._still_to_come == 0:
+                    return
+                self._idle = simpy.Event(env)
+                yield self._idle
+                yield Timer(env, 0.0, ARRIVAL)  # requests that arrive at this very moment come along
+                continue
+            if step.phase == "prefill":
+                for state in step.requests:
+                    self._admit(state)
+                self._peak_kv_tokens = max(self._peak_kv_tokens, scheduler.kv_reserved_tokens)
+            if engine.foresight is not None:
+                engine.deliver(engine.foresight.before(step, scheduler.running_states, env.now))
+            yield from engine.iterate(step)
+            if step.phase == "prefill":
+                for state in step.requests:
+                    self._first_token_s[state.request.index] = env.now
+            for state in scheduler.finish_step(step):
+                self._finish(state)
+            iterations += 1
+            if iterations % _PROGRESS_EVERY == 0:
+                self._report(iterations)
+
+    def _report(self, iterations: int) -> None:
+        self._on_progress(
+            Progress(self._env.now, iterations, len(self._request_log), len(self._inputs.requests))
+        )
+
+    def _admit(self, state: RequestState) -> None:
+        request = state.request
+        routing = self._routing(request)
+        self._feed.add(
+            request.index,
+            routing.gate,
+            routing.experts,
+            routing.token_counts,
+            routing.offsets,
+            routing.embedding,
+        )
+        self._admitted_s[request.index] = self._env.now
+
+    def _finish(self, state: RequestState) -> None:
+        request = state.request
+        self._feed.remove(request.index)
+        self._request_log.append(
+            request.index,
+            request.arrival_s,
+            self._admitted_s.pop(request.index),
+            self._first_token_s.pop(request.index),
+            self._env.now,
+            request.prompt_tokens,
+            request.output_tokens,
+            request.index not in self._not_counted,
+        )
+
+
+def inputs_embedded(inputs: CellInputs) -> tuple[str, ...]:
+    """Says where a map system runs without semantic search."""
+    if inputs.system.semantic and inputs.routing.meta.embedding_width == 0:
+        return ("semantic: INACTIVE (the routing has no embeddings)",)
+    return ()
