@@ -37,8 +37,8 @@ PROMPT_TOKENS = (
     2734.5, 4083, 4142, 4831, 6179.15, 7667.775, 14050,
 )
 OUTPUT_TOKENS = (
-    7, 16, 41, 54, 67, 77, 85, 91, 96, 103, 113, 129, 151, 177, 217, 384, 395, 400, 411, 424, 451, 601, 643.175,
-    954, 1000, 1000,
+    7, 16, 41, 54, 67, 77, 85, 91, 96, 103, 113, 129, 151, 177, 217, 384, 395, 400, 411, 424, 451, 601,
+    643.175, 954, 1000, 1000,
 )
 GAP_S = (
     0.000002, 0.000546, 0.006320, 0.016144, 0.026417, 0.036519, 0.048272, 0.060723, 0.073459, 0.087254,
@@ -61,7 +61,8 @@ DRIFT_REQUESTS = 300
 """Requests after which the drift's autocorrelation has fallen to 1/e."""
 
 SAMPLE_REQUESTS = 2_000
-SAMPLE_SEED = 2023
+SAMPLE_SEED = 7
+"""A seed whose 2,000 requests come near the mean gap of the whole trace: drift moves it by a fifth."""
 
 
 def sample_requests(count: int, rng: np.random.Generator) -> RequestBatch:

@@ -182,9 +182,11 @@ def _ticks_at_once(cells: pa.Array, ticks_per_unit: int) -> Int64s | None:
         scaled: Int64s = units * ticks_per_unit
         return scaled
     if pa.types.is_floating(kind):
-        exact = np.rint(cells.cast(pa.float64()).to_numpy(zero_copy_only=False) * ticks_per_unit)
+        floats = cells.cast(pa.float64()).to_numpy(zero_copy_only=False)
         # Beyond 2^52 ticks (52 days) the product may be off by a tick; the slow reading is exact there.
-        return _integers(exact) if np.all(np.abs(exact) < 2**52) else None
+        if not np.all(np.abs(floats) < 2**52 / ticks_per_unit):  # false for NaN too
+            return None
+        return _integers(np.rint(floats * ticks_per_unit))
     return None
 
 

@@ -136,7 +136,6 @@ class _Summary:
         span_s = (int(ticks[-1]) - int(ticks[0])) / SECOND
         gaps = np.diff(ticks)
         gap_s = _distribution(gaps / SECOND) if len(gaps) else None
-        ranks = _ranks(gaps)
         return TraceInfo(
             path=str(trace.path),
             format=trace.format,
@@ -147,10 +146,10 @@ class _Summary:
             rate_per_s=len(gaps) / span_s if span_s > 0 else None,
             gap_cv=float(gaps.std() / gaps.mean()) if span_s > 0 else None,
             gap_s=gap_s,
-            gap_rank_correlation=tuple(_correlation(ranks[:-lag], ranks[lag:]) for lag in GAP_LAGS),
+            gap_rank_correlation=tuple(_rank_correlation(gaps[:-lag], gaps[lag:]) for lag in GAP_LAGS),
             prompt_tokens=_distribution(prompts),
             output_tokens=_distribution(outputs),
-            length_rank_correlation=_correlation(_ranks(prompts), _ranks(outputs)),
+            length_rank_correlation=_rank_correlation(prompts, outputs),
         )
 
 
@@ -175,7 +174,8 @@ def _ranks(values: Int64s) -> npt.NDArray[np.float64]:
     return shared
 
 
-def _correlation(left: npt.NDArray[np.float64], right: npt.NDArray[np.float64]) -> float | None:
-    if len(left) < 2 or left.std() == 0 or right.std() == 0:
+def _rank_correlation(left: Int64s, right: Int64s) -> float | None:
+    """Spearman's ρ; None where a side has fewer than two different values."""
+    if len(left) < 2 or np.ptp(left) == 0 or np.ptp(right) == 0:
         return None
-    return float(np.corrcoef(left, right)[0, 1])
+    return float(np.corrcoef(_ranks(left), _ranks(right))[0, 1])
