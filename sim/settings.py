@@ -36,6 +36,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     backend: str = "sim"
 
     num_requests: int | Literal["all"] = 256
+    sort: bool = False  # accept time stamps that go backward
     start: int = 0  # requests of the trace left out at its beginning
     time_scale: float = 1.0  # factor on the gaps between arrivals
     rate: float | None = None  # requests per second, in place of the trace's own; excludes time_scale
