@@ -6,7 +6,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from .shell import run, show_version
+from .shell import help_without_command, run, show_version
 from .simulate import simulate_command
 from .systems import systems_command
 from .trace import trace_app
@@ -15,7 +15,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    no_args_is_help=True,
+    invoke_without_command=True,
     help="Simulate expert offloading policies for Mixture-of-Experts serving.",
 )
 app.command("sim", help="Simulate serving a request trace; the same as finemoe-sim.")(simulate_command)
@@ -25,11 +25,12 @@ app.add_typer(trace_app, name="trace")
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
-    pass
+    help_without_command(context)
 
 
 def main() -> NoReturn:

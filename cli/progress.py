@@ -57,7 +57,9 @@ class ProgressBar:
             self._start(self._bar, cell, progress)
         assert self._task is not None
         elapsed_s = max(time.perf_counter() - self._began_s, 1e-3)
-        speed = f"{progress.simulated_s:,.0f} s simulated, {progress.iterations / elapsed_s:,.0f} iterations/s"
+        speed = (
+            f"{progress.simulated_s:,.0f} s simulated, {progress.iterations / elapsed_s:,.0f} iterations/s"
+        )
         self._bar.update(self._task, completed=progress.output_tokens, speed=speed)
 
     def _start(self, bar: RichProgress, cell: Cell, progress: Progress) -> None:

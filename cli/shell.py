@@ -28,7 +28,7 @@ def run(app: typer.Typer, name: str) -> NoReturn:
         usage = getattr(error, "format_message", None)
         if usage is None:
             raise
-        code = fail(f"{usage()} See {name} --help.")
+        code = fail(f"{usage().rstrip('.')}. See {name} --help.")
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -44,4 +44,11 @@ def show_version(wanted: bool) -> None:
         from .. import __version__
 
         print(f"finemoe {__version__}")
+        raise typer.Exit
+
+
+def help_without_command(context: typer.Context) -> None:
+    """Show a command group's help where no command is named."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
         raise typer.Exit

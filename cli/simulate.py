@@ -29,12 +29,17 @@ Switch: TypeAlias = bool | None
 
 @app.command()
 def simulate_command(
-    trace: Annotated[Text, _option("Request trace: Azure or Vidur CSV, Mooncake JSONL, Parquet.", "FILE")] = None,
+    trace: Annotated[
+        Text, _option("Request trace: Azure or Vidur CSV, Mooncake JSONL, Parquet.", "FILE")
+    ] = None,
     model: Annotated[Text, _option("Model by name, or a config.json. [mixtral-8x7b]", "NAME|FILE")] = None,
     hardware: Annotated[Text, _option("Machine by name, or a profile. [rtx3090x6]", "NAME|FILE")] = None,
     policy: Annotated[Text, _option("Systems with commas between them, or all. [finemoe]", "A,B|all")] = None,
     expert_cache: Annotated[
-        Text, _option("Expert cache over all devices: bytes, fraction or slots; a list. [24GB]", "24GB|0.25|96slots")
+        Text,
+        _option(
+            "Expert cache over all devices: bytes, fraction or slots; a list. [24GB]", "24GB|0.25|96slots"
+        ),
     ] = None,
     expert_dtype: Annotated[Text, _option("Expert weights. [bf16]", "bf16|fp8|int4|mxfp4")] = None,
     routing: Annotated[Text, _option("Routing trace, or made up. [synthetic]", "FILE|synthetic")] = None,
@@ -50,7 +55,9 @@ def simulate_command(
     token_budget: Annotated[Count, _option("Prompt tokens of one prefill step. [8192]", "N")] = None,
     prefetch_distance: Annotated[Count, _option("Layers looked ahead. [the model's]", "N")] = None,
     store_capacity: Annotated[Count, _option("Expert maps in the store. [1000]", "N")] = None,
-    frequency: Annotated[Text, _option("Visit counts kept over evictions, or not. [run]", "run|residency")] = None,
+    frequency: Annotated[
+        Text, _option("Visit counts kept over evictions, or not. [run]", "run|residency")
+    ] = None,
     frequency_decay: Annotated[Number, _option("Factor on visit counts per iteration. [1]", "X")] = None,
     preempt_scope: Annotated[
         Text, _option("Devices whose prefetch a miss pauses. [device]", "device|all")
@@ -67,10 +74,16 @@ def simulate_command(
     config: Annotated[
         Path | None, _option("Settings as TOML, named as these flags, which win.", "FILE.toml")
     ] = None,
-    output: Annotated[Path | None, _option("Results directory. [a new one in finemoe-results]", "DIR")] = None,
+    output: Annotated[
+        Path | None, _option("Results directory. [a new one in finemoe-results]", "DIR")
+    ] = None,
     as_json: Annotated[bool, _option("Print the results as JSON and nothing else.", None, "--json")] = False,
-    dry_run: Annotated[bool, _option("Print the resolved settings and the memory split; run nothing.")] = False,
-    quiet: Annotated[bool, _option("Print nothing but errors, and the JSON if asked for.")] = False,
+    dry_run: Annotated[
+        bool, _option("Print the resolved settings and the memory split; run nothing.")
+    ] = False,
+    quiet: Annotated[
+        bool, _option("Print nothing but errors, and the JSON if asked for.", None, "--quiet")
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)
     ] = False,
@@ -123,16 +136,16 @@ def _simulate(
     from ..sim.plan import make_plan
     from ..sim.run import Interrupted, run_plan
     from ..sim.settings import resolve
-    from . import report
+    from . import table
     from .progress import ProgressBar
 
     plan = make_plan(resolve(options, config))
     human = not (as_json or quiet)
     if dry_run:
-        print(report.plan_json(plan), end="") if as_json else report.print_plan(plan)
+        print(table.plan_json(plan), end="") if as_json else table.print_plan(plan)
         return
     if human:
-        report.print_header(plan)
+        table.print_header(plan)
     results: Results | None
     try:
         with ProgressBar(plan, shown=not quiet and sys.stdout.isatty() and sys.stderr.isatty()) as bar:
@@ -149,7 +162,7 @@ def _simulate(
         if not quiet:
             print(f"results: {results.directory}", file=sys.stderr)
     elif not quiet:
-        report.print_results(results)
+        table.print_results(results)
     raise typer.Exit(code)
 
 

@@ -7,10 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .shell import help_without_command
+
 if TYPE_CHECKING:
     from ..traces.request_info import TraceInfo
 
-trace_app = typer.Typer(help="Look at request traces and convert them.", no_args_is_help=True)
+trace_app = typer.Typer(
+    help="Look at request traces and convert them.",
+    invoke_without_command=True,
+    callback=help_without_command,
+)
 
 Source = Annotated[Path, typer.Argument(metavar="FILE", help="Request trace in any known format.")]
 Sort = Annotated[bool, typer.Option("--sort", help="Accept time stamps that go backward.")]
@@ -50,7 +56,7 @@ def convert_command(
 def _print_info(info: TraceInfo) -> None:
     from rich.table import Table
 
-    from .report import console, number
+    from .table import console, number
 
     evidence = "SYNTHETIC" if info.synthetic else "RECORDED"
     print(f"{info.path}: {info.format} {info.container}, {evidence}")
