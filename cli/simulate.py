@@ -21,9 +21,8 @@ def _option(text: str, metavar: str | None = None, *names: str) -> Any:
 
 
 # Every option is None when it is not given: the defaults stand in RunSettings, and are printed as ASSUMED.
+# Numbers come as text, so that RunSettings says what is wrong with them, as it does for a TOML file.
 Text: TypeAlias = str | None
-Number: TypeAlias = float | None
-Count: TypeAlias = int | None
 Switch: TypeAlias = bool | None
 
 
@@ -45,20 +44,20 @@ def simulate_command(
     routing: Annotated[Text, _option("Routing trace, or made up. [synthetic]", "FILE|synthetic")] = None,
     backend: Annotated[Text, _option("Where the commands of the policy go. [sim]", "sim|cpu|cuda")] = None,
     num_requests: Annotated[Text, _option("Requests taken from the trace. [256]", "N|all")] = None,
-    start: Annotated[Count, _option("Requests left out at the beginning of the trace. [0]", "N")] = None,
+    start: Annotated[Text, _option("Requests left out at the beginning of the trace. [0]", "N")] = None,
     sort: Annotated[Switch, _option("Accept a trace whose time stamps go backward.")] = None,
-    time_scale: Annotated[Number, _option("Factor on the gaps between arrivals. [1]", "X")] = None,
-    rate: Annotated[Number, _option("Scale the arrivals to this many requests per second.", "X")] = None,
-    prompt_tokens: Annotated[Count, _option("Prompt length of every request.", "N")] = None,
-    output_tokens: Annotated[Count, _option("Output length of every request.", "N")] = None,
-    max_num_seqs: Annotated[Count, _option("Requests served at a time. [8]", "N")] = None,
-    token_budget: Annotated[Count, _option("Prompt tokens of one prefill step. [8192]", "N")] = None,
-    prefetch_distance: Annotated[Count, _option("Layers looked ahead. [the model's]", "N")] = None,
-    store_capacity: Annotated[Count, _option("Expert maps in the store. [1000]", "N")] = None,
+    time_scale: Annotated[Text, _option("Factor on the gaps between arrivals. [1]", "X")] = None,
+    rate: Annotated[Text, _option("Scale the arrivals to this many requests per second.", "X")] = None,
+    prompt_tokens: Annotated[Text, _option("Prompt length of every request.", "N")] = None,
+    output_tokens: Annotated[Text, _option("Output length of every request.", "N")] = None,
+    max_num_seqs: Annotated[Text, _option("Requests served at a time. [8]", "N")] = None,
+    token_budget: Annotated[Text, _option("Prompt tokens of one prefill step. [8192]", "N")] = None,
+    prefetch_distance: Annotated[Text, _option("Layers looked ahead. [the model's]", "N")] = None,
+    store_capacity: Annotated[Text, _option("Expert maps in the store. [1000]", "N")] = None,
     frequency: Annotated[
         Text, _option("Visit counts kept over evictions, or not. [run]", "run|residency")
     ] = None,
-    frequency_decay: Annotated[Number, _option("Factor on visit counts per iteration. [1]", "X")] = None,
+    frequency_decay: Annotated[Text, _option("Factor on visit counts per iteration. [1]", "X")] = None,
     preempt_scope: Annotated[
         Text, _option("Devices whose prefetch a miss pauses. [device]", "device|all")
     ] = None,
@@ -68,8 +67,8 @@ def simulate_command(
     offline: Annotated[
         Switch, _option("One prompt after another; 70 % of the requests fill the store, 30 % are served.")
     ] = None,
-    warmup: Annotated[Count, _option("Requests served and not counted. [0]", "N")] = None,
-    seed: Annotated[Count, _option("Seed of everything random. [0]", "N")] = None,
+    warmup: Annotated[Text, _option("Requests served and not counted. [0]", "N")] = None,
+    seed: Annotated[Text, _option("Seed of everything random. [0]", "N")] = None,
     decisions: Annotated[Text, _option("Iterations whose decisions are kept. [1000]", "N|all|none")] = None,
     config: Annotated[
         Path | None, _option("Settings as TOML, named as these flags, which win.", "FILE.toml")

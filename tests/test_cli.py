@@ -69,7 +69,7 @@ def test_the_flags_are_the_settings() -> None:
     [
         ((), "--trace is missing"),
         (("--polcy", "lru"), "No such option"),
-        (("--seed", "one"), "one"),
+        (("--trace", "{trace}", "--seed", "one"), "--seed is 'one'. Give a whole number."),
         (("--trace", "absent.csv"), "absent.csv"),
         (("--trace", "{trace}", "--backend", "cuda"), "not built yet"),
         (("--trace", "{trace}", "--backend", "cpu"), "not built yet"),
