@@ -14,7 +14,7 @@ from ..serving.metrics import CellSummary, summarize
 from ..serving.progress import Progress
 from ..serving.results import Results, ResultsWriter
 from .plan import Cell, Plan, make_plan
-from .settings import resolve, to_toml
+from .settings import RunSettings, resolve, to_toml
 from .world import CellInputs, CellOutcome, run_cell
 
 RESULTS_ROOT = Path("finemoe-results")
@@ -117,6 +117,7 @@ def _run(plan: Plan, cell: Cell, on_progress: OnProgress | None) -> tuple[CellSu
         requests=outcome.requests,
         iterations=outcome.iterations,
         counters=outcome.counters,
+        per_layer=outcome.per_layer,
         memory_bytes=outcome.memory_bytes,
         busy_s=outcome.busy,
         devices=plan.profile.devices,
@@ -125,9 +126,15 @@ def _run(plan: Plan, cell: Cell, on_progress: OnProgress | None) -> tuple[CellSu
         max_num_seqs=settings.max_num_seqs,
         hit_rate_defined=cell.system.hit_rate_defined,
         offline=settings.offline,
-        notes=tuple(outcome.notes),
+        notes=(*outcome.notes, *_warmup_note(settings)),
     )
     return summary, outcome
+
+
+def _warmup_note(settings: RunSettings) -> tuple[str, ...]:
+    if not settings.warmup:
+        return ()
+    return ("prefetch bytes, search lateness, link time and rates by layer include the warm-up",)
 
 
 def _waiting(cell: Cell) -> CellSummary:
