@@ -161,7 +161,7 @@ def _simulate(
         if not quiet:
             print(f"results: {results.directory}", file=sys.stderr)
     elif not quiet:
-        table.print_results(results)
+        table.print_results(results, plan.warnings)
     raise typer.Exit(code)
 
 

@@ -63,13 +63,18 @@ def _hardware(evidence: Any) -> str:
     return ", ".join(f"{len(names)} of {total} figures {label}" for label, names in labels.items())
 
 
-def print_results(results: Results) -> None:
-    """The table of a grid, notes, evidence and the results directory."""
+def print_results(results: Results, shown: tuple[str, ...]) -> None:
+    """The table of a grid, notes other than those already shown, evidence and the results directory."""
     print()
     console().print(_table(results.runs))
     print("Means in seconds; percentiles are in summary.json. GB = 10^9 bytes.")
     _print_reasons([(f"{run.policy} {run.expert_cache}", run.status) for run in results.runs])
-    notes = [(f"{run.policy} {run.expert_cache}", note) for run in results.runs for note in run.notes]
+    notes = [
+        (f"{run.policy} {run.expert_cache}", note)
+        for run in results.runs
+        for note in run.notes
+        if note not in shown
+    ]
     for note in dict.fromkeys(text for _, text in notes):
         cells = [cell for cell, text in notes if text == note]
         print(f"note      {note}" + ("" if len(cells) == len(results.runs) else f" ({', '.join(cells)})"))

@@ -14,7 +14,7 @@ from ..serving.metrics import CellSummary, summarize
 from ..serving.progress import Progress
 from ..serving.results import Results, ResultsWriter
 from .plan import Cell, Plan, make_plan
-from .settings import RunSettings, resolve, to_toml
+from .settings import resolve, to_toml
 from .world import CellInputs, CellOutcome, run_cell
 
 RESULTS_ROOT = Path("finemoe-results")
@@ -126,15 +126,17 @@ def _run(plan: Plan, cell: Cell, on_progress: OnProgress | None) -> tuple[CellSu
         max_num_seqs=settings.max_num_seqs,
         hit_rate_defined=cell.system.hit_rate_defined,
         offline=settings.offline,
-        notes=(*outcome.notes, *_warmup_note(settings)),
+        notes=_notes(plan, cell, outcome),
     )
     return summary, outcome
 
 
-def _warmup_note(settings: RunSettings) -> tuple[str, ...]:
-    if not settings.warmup:
-        return ()
-    return ("prefetch bytes, search lateness, link time and rates by layer include the warm-up",)
+def _notes(plan: Plan, cell: Cell, outcome: CellOutcome) -> tuple[str, ...]:
+    """What the world, the memory split and the settings have to say of a run, each once."""
+    notes = [*outcome.notes, *(cell.memory.warnings if cell.memory else ())]
+    if plan.settings.warmup:
+        notes.append("prefetch bytes, search lateness, link time and rates by layer include the warm-up")
+    return tuple(dict.fromkeys(notes))
 
 
 def _waiting(cell: Cell) -> CellSummary:

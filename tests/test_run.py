@@ -67,6 +67,7 @@ def test_a_cell_that_does_not_fit_says_so_among_others(trace: Path, tmp_path: Pa
     assert whole.status.startswith("DOES NOT FIT: rtx3090: device 0")
     assert (whole.iterations, whole.tpot_s.mean, whole.ran) == (0, None, False)
     assert (lru.status, lru.ran) == ("OK", True)
+    assert any("at or below one token cycle" in note for note in lru.notes)
     assert results.partial is False
 
 
@@ -117,6 +118,7 @@ def test_warm_up_requests_are_served_and_not_counted(trace: Path, tmp_path: Path
         trace, model="gpt-oss-20b", policy="lru", num_requests=6, warmup=4, output=tmp_path / "out"
     )
     assert results.runs[0].requests == 2
+    assert any("include the warm-up" in note for note in results.runs[0].notes)
     counted = pq.read_table(tmp_path / "out" / "requests.parquet").column("counted").to_pylist()
     assert counted == [False] * 4 + [True] * 2
 
