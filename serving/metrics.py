@@ -64,8 +64,11 @@ class CellSummary(msgspec.Struct, frozen=True, kw_only=True):
     hit_rate_prefill: float | None = None
     hit_rate_decode: float | None = None
     late_rate: float | None = None
+    hit_rate_by_layer_prefill: tuple[float | None, ...] = ()
+    hit_rate_by_layer_decode: tuple[float | None, ...] = ()
+    prefetch_bytes: int | None = None
     prefetch_useful_bytes: int | None = None
-    prefetch_wasted_bytes: int | None = None
+    prefetch_wasted_bytes: int | None = None  # moved and not used: evicted, dropped, or left over at the end
     demand_bytes: int | None = None
     stall_share: float | None = None  # of the counted steps' time, compute waiting for demand loads
     search_wait_share: float | None = None
@@ -123,6 +126,7 @@ def summarize(
     requests: RequestLog,
     iterations: IterationLog,
     counters: Mapping[str, int],
+    per_layer: Mapping[str, NDArray[np.int64]],
     memory_bytes: Mapping[str, int],
     busy_s: Mapping[str, float],
     devices: int,
@@ -135,10 +139,11 @@ def summarize(
 ) -> CellSummary:
     """The figures of one finished run.
 
-    `counters` are the core's, over the whole run; `memory_bytes` is the peak per purpose; `busy_s["link"]`
-    sums the links' busy seconds over `devices` links. Steps count from the admission of the first counted
-    request on, so that a warm-up is left out of every rate. In an offline run there is no queue: queue time
-    and load are null, and TTFT is service TTFT.
+    `counters` are the core's, over the whole run; `per_layer` has its "activated" and "hits", [2, L],
+    prefill first; `memory_bytes` is the peak per purpose; `busy_s["link"]` sums the links' busy seconds
+    over `devices` links. Steps count from the admission of the first counted request on, so that a warm-up
+    is left out of every rate. In an offline run there is no queue: queue time and load are null, and TTFT
+    is service TTFT.
     """
     rows = requests.table()
     rows = rows[rows["counted"]]
@@ -152,6 +157,12 @@ def summarize(
 
     def hit_rate(phase: str = "") -> float | None:
         return _share(total("hits", phase), total("activated", phase)) if hit_rate_defined else None
+
+    def by_layer(phase: int) -> tuple[float | None, ...]:
+        if not hit_rate_defined:
+            return ()
+        pairs = zip(per_layer["hits"][phase].tolist(), per_layer["activated"][phase].tolist(), strict=True)
+        return tuple(_share(hits, activated) for hits, activated in pairs)
 
     service = rows["first_token_s"] - rows["admitted_s"]
     longer = rows[rows["output_tokens"] > 1]
@@ -178,14 +189,20 @@ def summarize(
         hit_rate_prefill=hit_rate("prefill"),
         hit_rate_decode=hit_rate("decode"),
         late_rate=_share(total("late"), total("activated")) if hit_rate_defined else None,
-        prefetch_useful_bytes=counters["prefetch_useful_bytes"],
-        prefetch_wasted_bytes=counters["prefetch_wasted_bytes"],
+        hit_rate_by_layer_prefill=by_layer(0),
+        hit_rate_by_layer_decode=by_layer(1),
+        prefetch_bytes=counters["prefetch_bytes"],
+        prefetch_useful_bytes=counters["useful_bytes"],
+        # The core counts waste when it evicts or drops; what is left over at the end is waste as well.
+        prefetch_wasted_bytes=max(
+            counters["wasted_bytes"], counters["prefetch_bytes"] - counters["useful_bytes"]
+        ),
         demand_bytes=int(steps["demand_bytes"].sum()),
         stall_share=_share(total("stall_s"), span),
         search_wait_share=_share(total("search_wait_s"), span),
         compute_share=_share(total("compute_s"), span),
         link_busy_share=_share(busy_s["link"], simulated_s * devices),
-        search_late_share=_share(counters["searches_late"], counters["searches"]),
+        search_late_share=_share(counters["late_searches"], counters["searches"]),
         throughput_tokens_per_s=_share(float(rows["output_tokens"].sum()), served_s),
         load=offered,
         peak_memory_bytes=sum(memory_bytes.values()),

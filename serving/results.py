@@ -174,6 +174,10 @@ class ResultsWriter:
             shutil.rmtree(old)
         return self.directory
 
+    def keep_partial(self) -> Path:
+        """Keep what an interrupted run finished: in place, or in `DIR.partial` where older results stand."""
+        return self._staging if (self.directory / _SUMMARY).exists() else self.commit()
+
     def discard(self) -> None:
         """Drop what was written: the run failed before its first cell was finished."""
         shutil.rmtree(self._staging)

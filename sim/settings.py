@@ -17,10 +17,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from ..errors import SettingError
+from ..policy.model_spec import EXPERT_DTYPES, ExpertDtype
 
 T = TypeVar("T", bound="str | int | float | None")
-
-EXPERT_DTYPES = ("bf16", "fp8", "int4", "mxfp4")
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,11 +30,12 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     hardware: str = "rtx3090x6"  # a name, or the path of a profile
     policy: tuple[str, ...] = ("finemoe",)  # names of systems, or ("all",)
     expert_cache: tuple[str, ...] = ("24GB",)  # over all devices: bytes, a fraction of all experts, or slots
-    expert_dtype: str = "bf16"
+    expert_dtype: ExpertDtype = "bf16"
     routing: str = "synthetic"  # or the path of a routing trace
     backend: str = "sim"
 
     num_requests: int | Literal["all"] = 256
+    sort: bool = False  # accept time stamps that go backward
     start: int = 0  # requests of the trace left out at its beginning
     time_scale: float = 1.0  # factor on the gaps between arrivals
     rate: float | None = None  # requests per second, in place of the trace's own; excludes time_scale
@@ -67,10 +67,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise _bad(name, ",".join(values), f"{twice[0]} stands there twice; name it once.")
         if self.backend in ("cpu", "cuda"):
             raise _bad("backend", self.backend, "That backend is not built yet; use sim.")
-        _one_of("backend", self.backend, ("sim",))
-        _one_of("expert_dtype", self.expert_dtype, EXPERT_DTYPES)
-        _one_of("frequency", self.frequency, ("run", "residency"))
-        _one_of("preempt_scope", self.preempt_scope, ("device", "all"))
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise _bad(name, value, f"Choose {' or '.join(choices)}.{_hint(value, choices)}")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
@@ -90,6 +90,12 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
 
 
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "backend": ("sim",),
+    "expert_dtype": EXPERT_DTYPES,
+    "frequency": ("run", "residency"),
+    "preempt_scope": ("device", "all"),
+}
 _LEAST = {
     "num_requests": 1,
     "start": 0,
@@ -132,11 +138,6 @@ def flag(name: str) -> str:
 
 def _bad(name: str, value: object, remedy: str) -> SettingError:
     return SettingError(f"{flag(name)} is {value}. {remedy}")
-
-
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise _bad(name, value, f"Choose {' or '.join(choices)}.{_hint(value, choices)}")
 
 
 def _hint(name: str, choices: tuple[str, ...]) -> str:
@@ -215,13 +216,16 @@ def _convert(name: str, value: object, where: str) -> Any:
     """A value from a flag, a keyword or TOML as the field's type."""
     if isinstance(value, Path):
         value = str(value)
+    if name in _CHOICES and isinstance(value, str):
+        return value  # the settings check it, and know the nearest choice
     if name in _LISTS and isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
     if name in ("num_requests", "decisions") and isinstance(value, str):
         text = "0" if name == "decisions" and value == "none" else value
         value = int(text) if text.isdecimal() else text
     try:
-        return msgspec.convert(value, _FIELDS[name])
+        # A flag's value is a text; in TOML a number must be one.
+        return msgspec.convert(value, _FIELDS[name], strict=bool(where))
     except msgspec.ValidationError as error:
         raise SettingError(f"{flag(name)}{where} is {value!r}. Give {_wanted(name)}.") from error
 
@@ -233,7 +237,7 @@ def _wanted(name: str) -> str:
         return "a whole number or all"
     if name == "decisions":
         return "a whole number, all or none"
-    if name in ("frequency", "preempt_scope"):
-        return "run or residency" if name == "frequency" else "device or all"
+    if name in _CHOICES:
+        return " or ".join(_CHOICES[name])
     kind = _FIELDS[name]
     return next(word for type_, word in _WORDS.items() if kind == type_ or kind == type_ | None)

@@ -14,7 +14,14 @@ from finemoe.serving.metrics import CellSummary, Distribution, distribution, loa
 from hypothesis import given
 from hypothesis import strategies as st
 
-COUNTERS = {"prefetch_useful_bytes": 70, "prefetch_wasted_bytes": 30, "searches": 8, "searches_late": 2}
+COUNTERS = {
+    "prefetch_bytes": 120,
+    "useful_bytes": 70,
+    "wasted_bytes": 30,  # 20 more are left over at the end
+    "searches": 8,
+    "late_searches": 2,
+}
+PER_LAYER = {"activated": np.array([[8, 8], [0, 8]]), "hits": np.array([[2, 6], [0, 5]])}
 
 
 def summary(requests: RequestLog, iterations: IterationLog, **changes: Any) -> CellSummary:
@@ -25,6 +32,7 @@ def summary(requests: RequestLog, iterations: IterationLog, **changes: Any) -> C
         "requests": requests,
         "iterations": iterations,
         "counters": COUNTERS,
+        "per_layer": PER_LAYER,
         "memory_bytes": {"dense weights": 3, "KV cache": 4, "expert slots": 5},
         "busy_s": {"link": 4.0, "compute": 5.0},
         "devices": 2,
@@ -67,7 +75,10 @@ def test_figures_of_two_requests_by_hand() -> None:
     assert result.link_busy_share == pytest.approx(4.0 / 20.0)
     assert result.search_late_share == 0.25
     assert result.throughput_tokens_per_s == pytest.approx(4 / 6)
-    assert (result.prefetch_useful_bytes, result.prefetch_wasted_bytes) == (70, 30)
+    prefetch = (result.prefetch_bytes, result.prefetch_useful_bytes, result.prefetch_wasted_bytes)
+    assert prefetch == (120, 70, 50)
+    assert result.hit_rate_by_layer_prefill == (0.25, 0.75)
+    assert result.hit_rate_by_layer_decode == (None, 0.625)
     assert result.peak_memory_bytes == 12
     assert (result.requests, result.iterations, result.status) == (2, 4, "OK")
 
@@ -98,6 +109,7 @@ def test_undefined_figures_are_null() -> None:
     """No hit rate where the system has none; without a sample no figure, and never NaN."""
     result = summary(*two_requests(), hit_rate_defined=False)
     assert (result.hit_rate, result.hit_rate_prefill, result.hit_rate_decode, result.late_rate) == (None,) * 4
+    assert result.hit_rate_by_layer_decode == ()
     empty = summary(RequestLog(), IterationLog(), counters=dict.fromkeys(COUNTERS, 0), simulated_s=0.0)
     text = json.dumps(msgspec.to_builtins(empty), allow_nan=False)  # raises on NaN
     assert json.loads(text)["ttft_s"] == {"mean": None, "p50": None, "p90": None, "p99": None}

@@ -113,6 +113,14 @@ os._exit(9)
     assert json.loads((target / "summary.json").read_text())["partial"] is False
 
 
+def test_an_interrupted_run_does_not_replace_older_results(tmp_path: Path) -> None:
+    partial = ("OK", "NOT RUN: interrupted")
+    assert write(tmp_path / "new", partial).keep_partial() == tmp_path / "new"
+    old = files(write(tmp_path / "out", ("OK", "OK")).commit())
+    assert write(tmp_path / "out", partial).keep_partial() == tmp_path / "out.partial"
+    assert files(tmp_path / "out") == old
+
+
 def test_a_kill_between_the_renames_loses_nothing(tmp_path: Path) -> None:
     write(tmp_path / "out.old").commit()
     kept = files(tmp_path / "out.old")

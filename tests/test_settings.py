@@ -41,6 +41,9 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
         ({}, r"--trace is missing.*--trace FILE"),
         ({"max_num_seqs": 0}, r"--max-num-seqs is 0\. Give a whole number of 1 or more"),
         ({"max_num_seqs": "many"}, r"--max-num-seqs is 'many'\. Give a whole number"),
+        ({"max_num_seqs": "1.5"}, r"--max-num-seqs is '1\.5'\. Give a whole number"),
+        ({"rate": "fast"}, r"--rate is 'fast'\. Give a number"),
+        ({"rate": "nan"}, r"--rate is nan\. Give a number above 0"),
         ({"max_num_seqs": 1.5}, r"--max-num-seqs is 1\.5\. Give a whole number"),
         ({"max_num_seq": 8}, r"max_num_seq is not a setting\. Did you mean max_num_seqs\?"),
         ({"num_requests": "half"}, r"--num-requests is 'half'\. Give a whole number or all"),
@@ -59,7 +62,7 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
         ({"expert_dtype": "bf61"}, r"--expert-dtype is bf61\. Choose bf16 or .*Did you mean bf16\?"),
         ({"backend": "cuda"}, r"--backend is cuda\. That backend is not built yet"),
         ({"backend": "gpu"}, r"--backend is gpu\. Choose sim"),
-        ({"frequency": "runs"}, r"--frequency is 'runs'\. Give run or residency"),
+        ({"frequency": "runs"}, r"--frequency is runs\. Choose run or residency\. Did you mean run\?"),
         ({"frequency_decay": 1.5}, r"--frequency-decay is 1\.5"),
     ],
 )
@@ -73,6 +76,7 @@ def test_bad_values_name_option_value_and_remedy(options: dict[str, object], mes
     [
         ("polcy = 'lru'", r"polcy in .*run\.toml is not a setting\. Did you mean policy\?"),
         ("seed = '1'", r"--seed in .*run\.toml is '1'\. Give a whole number"),
+        ("frequency = 1", r"--frequency in .*run\.toml is 1\. Give run or residency"),
         ("offline = 1", r"--offline in .*run\.toml is 1\. Give true or false"),
         ("seed = 1\nseed = 2", r"is not TOML"),
         ("max-num-seqs = 1\nmax_num_seqs = 2", r"stands twice"),
@@ -93,6 +97,11 @@ def test_a_missing_or_binary_file_is_named(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SettingError, match="is not TOML"):
         resolve({}, binary)
+
+
+def test_flags_are_texts() -> None:
+    settings = resolve({"trace": "a", "seed": "7", "rate": "2.5", "prompt_tokens": "10"})
+    assert (settings.seed, settings.rate, settings.prompt_tokens) == (7, 2.5, 10)
 
 
 def test_none_and_all_decisions() -> None:

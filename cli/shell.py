@@ -1,0 +1,54 @@
+"""How every command ends: one line for bad input, a traceback for a bug, and the right exit code."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+import typer
+
+from ..errors import CapacityError, InputError
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def run(app: typer.Typer, name: str) -> NoReturn:
+    """Run a command line and exit: 0, 2 on bad input or usage, 130 on Ctrl-C."""
+    try:
+        code = app(standalone_mode=False, prog_name=name)
+        sys.stdout.flush()
+    except (InputError, CapacityError) as error:
+        code = fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        print("finemoe: interrupted, nothing was kept", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    except Exception as error:
+        # Usage errors come from the parser under typer, which is a private copy in some versions of typer.
+        usage = getattr(error, "format_message", None)
+        if usage is None:
+            raise
+        code = fail(f"{usage().rstrip('.')}. See {name} --help.")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(message: str) -> int:
+    """Say what was wrong with the input, in one line on standard error."""
+    print("finemoe: error:", " ".join(message.split()), file=sys.stderr)
+    return EXIT_BAD_INPUT
+
+
+def show_version(wanted: bool) -> None:
+    """The `--version` of every command."""
+    if wanted:
+        from .. import __version__
+
+        print(f"finemoe {__version__}")
+        raise typer.Exit
+
+
+def help_without_command(context: typer.Context) -> None:
+    """Show a command group's help where no command is named."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+        raise typer.Exit

@@ -1,0 +1,170 @@
+"""`finemoe-sim`, also known as `finemoe sim`: simulate a grid of policies × expert cache sizes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
+
+import typer
+
+from .shell import EXIT_INTERRUPTED, run, show_version
+
+if TYPE_CHECKING:
+    from ..serving.results import Results
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def _option(text: str, metavar: str | None = None, *names: str) -> Any:
+    return typer.Option(*names, help=text, metavar=metavar, show_default=False)
+
+
+# Every option is None when it is not given: the defaults stand in RunSettings, and are printed as ASSUMED.
+# Numbers come as text, so that RunSettings says what is wrong with them, as it does for a TOML file.
+Text: TypeAlias = str | None
+Switch: TypeAlias = bool | None
+
+
+@app.command()
+def simulate_command(
+    trace: Annotated[
+        Text, _option("Request trace: Azure or Vidur CSV, Mooncake JSONL, Parquet.", "FILE")
+    ] = None,
+    model: Annotated[Text, _option("Model by name, or a config.json. [mixtral-8x7b]", "NAME|FILE")] = None,
+    hardware: Annotated[Text, _option("Machine by name, or a profile. [rtx3090x6]", "NAME|FILE")] = None,
+    policy: Annotated[Text, _option("Systems with commas between them, or all. [finemoe]", "A,B|all")] = None,
+    expert_cache: Annotated[
+        Text,
+        _option(
+            "Expert cache over all devices: bytes, fraction or slots; a list. [24GB]", "24GB|0.25|96slots"
+        ),
+    ] = None,
+    expert_dtype: Annotated[Text, _option("Expert weights. [bf16]", "bf16|fp8|int4|mxfp4")] = None,
+    routing: Annotated[Text, _option("Routing trace, or made up. [synthetic]", "FILE|synthetic")] = None,
+    backend: Annotated[Text, _option("Where the commands of the policy go. [sim]", "sim|cpu|cuda")] = None,
+    num_requests: Annotated[Text, _option("Requests taken from the trace. [256]", "N|all")] = None,
+    start: Annotated[Text, _option("Requests left out at the beginning of the trace. [0]", "N")] = None,
+    sort: Annotated[Switch, _option("Accept a trace whose time stamps go backward.")] = None,
+    time_scale: Annotated[Text, _option("Factor on the gaps between arrivals. [1]", "X")] = None,
+    rate: Annotated[Text, _option("Scale the arrivals to this many requests per second.", "X")] = None,
+    prompt_tokens: Annotated[Text, _option("Prompt length of every request.", "N")] = None,
+    output_tokens: Annotated[Text, _option("Output length of every request.", "N")] = None,
+    max_num_seqs: Annotated[Text, _option("Requests served at a time. [8]", "N")] = None,
+    token_budget: Annotated[Text, _option("Prompt tokens of one prefill step. [8192]", "N")] = None,
+    prefetch_distance: Annotated[Text, _option("Layers looked ahead. [the model's]", "N")] = None,
+    store_capacity: Annotated[Text, _option("Expert maps in the store. [1000]", "N")] = None,
+    frequency: Annotated[
+        Text, _option("Visit counts kept over evictions, or not. [run]", "run|residency")
+    ] = None,
+    frequency_decay: Annotated[Text, _option("Factor on visit counts per iteration. [1]", "X")] = None,
+    preempt_scope: Annotated[
+        Text, _option("Devices whose prefetch a miss pauses. [device]", "device|all")
+    ] = None,
+    rank_prefill_by_tokens: Annotated[
+        Switch, _option("Rank a prefill's experts by their chance over all its tokens.")
+    ] = None,
+    offline: Annotated[
+        Switch, _option("One prompt after another; 70 % of the requests fill the store, 30 % are served.")
+    ] = None,
+    warmup: Annotated[Text, _option("Requests served and not counted. [0]", "N")] = None,
+    seed: Annotated[Text, _option("Seed of everything random. [0]", "N")] = None,
+    decisions: Annotated[Text, _option("Iterations whose decisions are kept. [1000]", "N|all|none")] = None,
+    config: Annotated[
+        Path | None, _option("Settings as TOML, named as these flags, which win.", "FILE.toml")
+    ] = None,
+    output: Annotated[
+        Path | None, _option("Results directory. [a new one in finemoe-results]", "DIR")
+    ] = None,
+    as_json: Annotated[bool, _option("Print the results as JSON and nothing else.", None, "--json")] = False,
+    dry_run: Annotated[
+        bool, _option("Print the resolved settings and the memory split; run nothing.")
+    ] = False,
+    quiet: Annotated[
+        bool, _option("Print nothing but errors, and the JSON if asked for.", None, "--quiet")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Simulate serving a request trace with the experts of a MoE model offloaded.
+
+    Example: finemoe-sim --trace azure.csv --policy lru,finemoe --expert-cache 24GB,0.5 --num-requests 64
+    """
+    options: dict[str, object] = {
+        "trace": trace,
+        "model": model,
+        "hardware": hardware,
+        "policy": policy,
+        "expert_cache": expert_cache,
+        "expert_dtype": expert_dtype,
+        "routing": routing,
+        "backend": backend,
+        "num_requests": num_requests,
+        "start": start,
+        "sort": sort,
+        "time_scale": time_scale,
+        "rate": rate,
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "max_num_seqs": max_num_seqs,
+        "token_budget": token_budget,
+        "prefetch_distance": prefetch_distance,
+        "store_capacity": store_capacity,
+        "frequency": frequency,
+        "frequency_decay": frequency_decay,
+        "preempt_scope": preempt_scope,
+        "rank_prefill_by_tokens": rank_prefill_by_tokens,
+        "offline": offline,
+        "warmup": warmup,
+        "seed": seed,
+        "decisions": decisions,
+    }
+    _simulate(options, config, output, as_json=as_json, dry_run=dry_run, quiet=quiet)
+
+
+def _simulate(
+    options: dict[str, object],
+    config: Path | None,
+    output: Path | None,
+    *,
+    as_json: bool,
+    dry_run: bool,
+    quiet: bool,
+) -> None:
+    from ..sim.plan import make_plan
+    from ..sim.run import Interrupted, run_plan
+    from ..sim.settings import resolve
+    from . import table
+    from .progress import ProgressBar
+
+    plan = make_plan(resolve(options, config))
+    human = not (as_json or quiet)
+    if dry_run:
+        print(table.plan_json(plan), end="") if as_json else table.print_plan(plan)
+        return
+    if human:
+        table.print_header(plan)
+    results: Results | None
+    try:
+        with ProgressBar(plan, shown=not quiet and sys.stdout.isatty() and sys.stderr.isatty()) as bar:
+            results = run_plan(plan, output, bar.update)
+        code = 0
+    except Interrupted as interrupt:
+        results = interrupt.results
+        code = EXIT_INTERRUPTED
+        if results is None:
+            raise
+        print(f"finemoe: interrupted; finished runs are kept in {results.directory}", file=sys.stderr)
+    if as_json:
+        print(results.to_json(), end="")
+        if not quiet:
+            print(f"results: {results.directory}", file=sys.stderr)
+    elif not quiet:
+        table.print_results(results, plan.warnings)
+    raise typer.Exit(code)
+
+
+def main() -> NoReturn:
+    """Entry point of `finemoe-sim`."""
+    run(app, "finemoe-sim")

@@ -1,0 +1,77 @@
+"""`finemoe trace`: look at a request trace, or convert one to Parquet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .shell import help_without_command
+
+if TYPE_CHECKING:
+    from ..traces.request_info import TraceInfo
+
+trace_app = typer.Typer(
+    help="Look at request traces and convert them.",
+    invoke_without_command=True,
+    callback=help_without_command,
+)
+
+Source = Annotated[Path, typer.Argument(metavar="FILE", help="Request trace in any known format.")]
+Sort = Annotated[bool, typer.Option("--sort", help="Accept time stamps that go backward.")]
+
+
+@trace_app.command("info")
+def info_command(
+    file: Source,
+    sort: Sort = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Counts, span, rate, burstiness and token quantiles of a request trace."""
+    from ..traces.request_info import trace_info
+
+    info = trace_info(file, sort=sort)
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(info), indent=2).decode())
+    else:
+        _print_info(info)
+
+
+@trace_app.command("convert")
+def convert_command(
+    file: Source,
+    out: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Parquet file to write.")],
+    sort: Sort = False,
+) -> None:
+    """Convert a request trace to Parquet, which loads fastest."""
+    from ..traces.request_info import convert_requests
+
+    info = convert_requests(file, out, sort=sort)
+    print(f"{out}: {info.requests:,} requests over {info.span_s:,.1f} s, from {info.format} {info.container}")
+
+
+def _print_info(info: TraceInfo) -> None:
+    from rich.table import Table
+
+    from .table import console, number
+
+    evidence = "SYNTHETIC" if info.synthetic else "RECORDED"
+    print(f"{info.path}: {info.format} {info.container}, {evidence}")
+    print(f"requests      {info.requests:,}")
+    print(f"span          {info.span_s:,.1f} s")
+    print(f"rate          {number(info.rate_per_s)} requests/s")
+    print(f"CV of gaps    {number(info.gap_cv)} (1 = Poisson)")
+    table = Table(box=None, pad_edge=False)
+    for name in ("", "mean", "min", "p50", "p90", "p99", "max"):
+        table.add_column(name, justify="right" if name else "left")
+    rows = {"prompt tokens": info.prompt_tokens, "output tokens": info.output_tokens}
+    for name, row in rows.items():
+        values = (row.mean, row.min, row.p50, row.p90, row.p99, row.max)
+        table.add_row(name, *(f"{value:,.0f}" for value in values))
+    if info.gap_s is not None:
+        gap = info.gap_s
+        table.add_row("gap, s", *(number(v) for v in (gap.mean, gap.min, gap.p50, gap.p90, gap.p99, gap.max)))
+    console().print(table)

@@ -1,0 +1,221 @@
+"""Turn settings into everything a grid of runs needs, and refuse what cannot run before anything is run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..calibration.profile import HardwareProfile, load_profile
+from ..errors import CapacityError, SettingError
+from ..policy.models import ModelSpec, load_model_spec
+from ..policy.systems import SYSTEMS, System, find_system
+from ..serving.results import cell_name
+from ..traces.requests import Request, RequestTrace, open_requests, select_requests
+from ..traces.routing import RoutingSource
+from ..traces.routing_file import RoutingFile
+from ..traces.routing_preset import load_preset
+from ..traces.synthetic import SyntheticRouting
+from .memory import MemoryPlan, parse_cache_size, plan_memory, whole_model_bytes
+from .settings import RunSettings
+
+TRAINING_SHARE = 0.7  # paper §6.1: 70 % of the data fill the store, 30 % are served
+_SPLIT_STREAM = 1  # keeps the offline split's draws apart from other uses of the run's seed
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid. `memory` is None, and `problem` says why, where it does not fit."""
+
+    system: System
+    expert_cache: str
+    expert_cache_bytes: int
+    memory: MemoryPlan | None
+    problem: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the cell's folder."""
+        return cell_name(self.system.name, self.expert_cache)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A grid of runs, ready to go. `settings` are resolved: the model's own defaults are filled in."""
+
+    settings: RunSettings
+    model: ModelSpec
+    profile: HardwareProfile
+    requests: list[Request]
+    training: list[Request]
+    routing: RoutingSource
+    cells: tuple[Cell, ...]
+    trace: Mapping[str, Any]  # what the results say of the request trace
+    evidence: Mapping[str, Any]
+    warnings: tuple[str, ...]
+
+
+def make_plan(settings: RunSettings) -> Plan:
+    """Read model, profile, traces and systems, and split the memory of every cell.
+
+    Raises InputError for what cannot be used, and CapacityError when no cell fits.
+    """
+    systems = _systems(settings.policy)
+    model = load_model_spec(settings.model)
+    profile = load_profile(settings.hardware)
+    if settings.prefetch_distance is None:
+        settings = msgspec.structs.replace(settings, prefetch_distance=model.prefetch_distance)
+    sizes = {text: parse_cache_size(text, model, settings.expert_dtype) for text in settings.expert_cache}
+    trace = open_requests(settings.trace, sort=settings.sort)
+    selected = _select(trace, settings)
+    requests, training = _split(selected, settings)
+    if settings.warmup >= len(requests):
+        raise SettingError(
+            f"--warmup is {settings.warmup}, but {len(requests)} requests are served: none would be counted. "
+            "Give a smaller number."
+        )
+    routing = _routing(settings, model)
+    longest = max(request.prompt_tokens + request.output_tokens for request in requests)
+    cells = _cells(systems, sizes, model, profile, settings, longest)
+    return Plan(
+        settings=settings,
+        model=model,
+        profile=profile,
+        requests=requests,
+        training=training,
+        routing=routing,
+        cells=cells,
+        trace=_describe(trace, requests, training),
+        evidence=_evidence(settings, trace, routing, profile, model),
+        warnings=tuple(dict.fromkeys(text for cell in cells if cell.memory for text in cell.memory.warnings)),
+    )
+
+
+def _systems(names: tuple[str, ...]) -> list[System]:
+    return list(SYSTEMS.values()) if names == ("all",) else [find_system(name) for name in names]
+
+
+def _select(trace: RequestTrace, settings: RunSettings) -> list[Request]:
+    return list(
+        select_requests(
+            trace,
+            num_requests=None if settings.num_requests == "all" else settings.num_requests,
+            start=settings.start,
+            time_scale=settings.time_scale,
+            rate=settings.rate,
+            prompt_tokens=settings.prompt_tokens,
+            output_tokens=settings.output_tokens,
+        )
+    )
+
+
+def _split(selected: list[Request], settings: RunSettings) -> tuple[list[Request], list[Request]]:
+    """Requests that are served, and those that fill the store first; both in order of the trace."""
+    if not settings.offline:
+        return selected, []
+    count = int(TRAINING_SHARE * len(selected))
+    rng = np.random.default_rng([settings.seed, _SPLIT_STREAM])
+    chosen = set(rng.permutation(len(selected))[:count].tolist())
+    served = [request for place, request in enumerate(selected) if place not in chosen]
+    return served, [request for place, request in enumerate(selected) if place in chosen]
+
+
+def _routing(settings: RunSettings, model: ModelSpec) -> RoutingSource:
+    source: RoutingSource
+    if settings.routing == "synthetic":
+        source = SyntheticRouting(load_preset(model.name), settings.seed)
+    elif settings.routing.endswith(".toml"):
+        source = SyntheticRouting(load_preset(Path(settings.routing)), settings.seed)
+    else:
+        source = RoutingFile(settings.routing)
+    meta = source.meta
+    shape = {"layers": meta.layers, "experts": meta.experts, "top_k": meta.top_k}
+    wanted = {"layers": model.layers, "experts": model.experts, "top_k": model.top_k}
+    if shape != wanted:
+        differing = ", ".join(
+            f"{name} {shape[name]} against {wanted[name]}" for name in shape if shape[name] != wanted[name]
+        )
+        raise SettingError(
+            f"--routing {settings.routing} is of {meta.model}, whose shape is not that of --model "
+            f"{model.name}: {differing}. Give routing and model that belong together."
+        )
+    return source
+
+
+def _cells(
+    systems: list[System],
+    sizes: Mapping[str, int],
+    model: ModelSpec,
+    profile: HardwareProfile,
+    settings: RunSettings,
+    longest: int,
+) -> tuple[Cell, ...]:
+    whole = whole_model_bytes(model, settings.expert_dtype)
+    cells = []
+    for system in systems:
+        # A preloaded system needs every expert whatever the cache size, so it runs once.
+        caches = {"all": whole} if system.preloaded else sizes
+        for text, size in caches.items():
+            try:
+                memory = plan_memory(model, settings.expert_dtype, profile, size, min_kv_tokens=longest)
+                cells.append(Cell(system, text, size, memory))
+            except CapacityError as error:
+                cells.append(Cell(system, text, size, None, str(error)))
+    if not any(cell.memory for cell in cells):
+        raise CapacityError(cells[0].problem)
+    return tuple(cells)
+
+
+def _describe(trace: RequestTrace, requests: list[Request], training: list[Request]) -> dict[str, Any]:
+    span_s = requests[-1].arrival_s - requests[0].arrival_s
+    count = len(requests)
+    return {
+        "path": str(trace.path),
+        "format": trace.format,
+        "synthetic": trace.synthetic,
+        "requests": count,
+        "training_requests": len(training),
+        "first_request": requests[0].index,
+        "span_s": span_s,
+        "rate_per_s": (count - 1) / span_s if span_s > 0 else None,
+        "prompt_tokens_mean": sum(request.prompt_tokens for request in requests) / count,
+        "output_tokens_mean": sum(request.output_tokens for request in requests) / count,
+    }
+
+
+def _evidence(
+    settings: RunSettings,
+    trace: RequestTrace,
+    routing: RoutingSource,
+    profile: HardwareProfile,
+    model: ModelSpec,
+) -> dict[str, Any]:
+    """Where the figures come from: the labels of every input."""
+    changed = [
+        name for name in ("rate", "prompt_tokens", "output_tokens") if getattr(settings, name) is not None
+    ]
+    if settings.time_scale != 1:
+        changed.append("time_scale")
+    hardware = defaultdict(list)
+    for name, (_, _, label, _) in profile.evidence().items():
+        hardware[label].append(name)
+    prefill = {"derived": "DERIVED", "none": "absent"}.get(routing.meta.prefill)
+    return {
+        "figures": "SIMULATED",
+        "trace": "SYNTHETIC" if trace.synthetic else "RECORDED",
+        "trace_changed_by": changed,
+        "routing": routing.meta.source.upper(),
+        "routing_notes": routing.meta.notes,
+        "routing_prefill": prefill or routing.meta.source.upper(),
+        "hardware": dict(sorted(hardware.items())),
+        "prefetch_distance": model.prefetch_distance_evidence
+        if "prefetch_distance" in settings.assumed
+        else "given",
+        "model_notes": list(model.notes),
+        "assumed": list(settings.assumed),
+    }

@@ -1,0 +1,165 @@
+"""`simulate`: a grid of policies × expert cache sizes over one request trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from .. import __version__
+from ..errors import CapacityError
+from ..serving.metrics import CellSummary, summarize
+from ..serving.progress import Progress
+from ..serving.results import Results, ResultsWriter
+from .plan import Cell, Plan, make_plan
+from .settings import resolve, to_toml
+from .world import CellInputs, CellOutcome, run_cell
+
+RESULTS_ROOT = Path("finemoe-results")
+
+#: Called now and then during each cell.
+OnProgress = Callable[[Cell, Progress], None]
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a grid. `results`: the finished cells, which are on disk as well; None without any."""
+
+    def __init__(self, results: Results | None) -> None:
+        super().__init__("interrupted")
+        self.results = results
+
+
+def simulate(
+    trace: str | Path | None = None,
+    *,
+    config: str | Path | None = None,
+    output: str | Path | None = None,
+    on_progress: OnProgress | None = None,
+    **options: object,
+) -> Results:
+    """Simulate serving `trace` for each policy and expert cache size, and write a results directory.
+
+    `options` are the settings of `RunSettings`, named as the flags of `finemoe-sim` with underscores, e.g.
+    ``simulate("azure.parquet", policy="lru,finemoe", expert_cache=["24GB", "0.25"], num_requests=64)``; they
+    win over the TOML file `config`. `output` is the results directory, by default a new one in
+    `finemoe-results`. Raises InputError for bad input, CapacityError when no cell fits the machine's memory,
+    and Interrupted (a KeyboardInterrupt) on Ctrl-C, with the finished cells.
+    """
+    settings = resolve({"trace": trace, **options}, config)
+    return run_plan(make_plan(settings), None if output is None else Path(output), on_progress)
+
+
+def run_plan(plan: Plan, output: Path | None = None, on_progress: OnProgress | None = None) -> Results:
+    """Run every cell that fits and write the results directory; see `simulate`."""
+    names = tuple(cell.name for cell in plan.cells)
+    writer = (
+        ResultsWriter.fresh(RESULTS_ROOT, names, plan.evidence)
+        if output is None
+        else ResultsWriter.replacing(output, names, plan.evidence)
+    )
+    toml = to_toml(plan.settings)
+    runs = [_waiting(cell) for cell in plan.cells]
+    finished = 0
+    try:
+        writer.write_summary(_results(plan, runs), toml)
+        for place, cell in enumerate(plan.cells):
+            if cell.memory is None:
+                continue
+            try:
+                runs[place], outcome = _run(plan, cell, on_progress)
+            except CapacityError as error:
+                runs[place] = _not_run(cell, f"DOES NOT FIT: {error}")
+                continue
+            writer.write_cell(cell.name, outcome.requests, outcome.iterations, outcome.decisions)
+            finished += 1
+            writer.write_summary(_results(plan, runs), toml)
+        if not finished:
+            raise CapacityError(runs[0].status.removeprefix("DOES NOT FIT: "))
+        writer.write_summary(_results(plan, runs), toml)
+        directory = writer.commit()
+    except BaseException as error:
+        if not finished:
+            writer.discard()
+        if isinstance(error, KeyboardInterrupt):
+            kept = _results(plan, runs, writer.keep_partial()) if finished else None
+            raise Interrupted(kept) from None
+        raise
+    return _results(plan, runs, directory)
+
+
+def _run(plan: Plan, cell: Cell, on_progress: OnProgress | None) -> tuple[CellSummary, CellOutcome]:
+    settings = plan.settings
+    inputs = CellInputs(
+        model=plan.model,
+        expert_dtype=settings.expert_dtype,
+        profile=plan.profile,
+        system=cell.system,
+        expert_cache_bytes=cell.expert_cache_bytes,
+        requests=plan.requests,
+        training=plan.training,
+        routing=plan.routing,
+        settings=settings,
+    )
+
+    def report(progress: Progress) -> None:
+        if on_progress is not None:
+            on_progress(cell, progress)
+
+    begin = time.perf_counter()
+    outcome = run_cell(inputs, report)
+    wall_s = time.perf_counter() - begin
+    summary = summarize(
+        policy=cell.system.name,
+        expert_cache=cell.expert_cache,
+        expert_cache_bytes=cell.expert_cache_bytes,
+        requests=outcome.requests,
+        iterations=outcome.iterations,
+        counters=outcome.counters,
+        per_layer=outcome.per_layer,
+        memory_bytes=outcome.memory_bytes,
+        busy_s=outcome.busy,
+        devices=plan.profile.devices,
+        simulated_s=outcome.simulated_s,
+        wall_s=wall_s,
+        max_num_seqs=settings.max_num_seqs,
+        hit_rate_defined=cell.system.hit_rate_defined,
+        offline=settings.offline,
+        notes=_notes(plan, cell, outcome),
+    )
+    return summary, outcome
+
+
+def _notes(plan: Plan, cell: Cell, outcome: CellOutcome) -> tuple[str, ...]:
+    """What the world, the memory split and the settings have to say of a run, each once."""
+    notes = [*outcome.notes, *(cell.memory.warnings if cell.memory else ())]
+    if plan.settings.warmup:
+        notes.append("prefetch bytes, search lateness, link time and rates by layer include the warm-up")
+    return tuple(dict.fromkeys(notes))
+
+
+def _waiting(cell: Cell) -> CellSummary:
+    fits = cell.memory is not None
+    return _not_run(cell, "NOT RUN: interrupted" if fits else f"DOES NOT FIT: {cell.problem}")
+
+
+def _not_run(cell: Cell, status: str) -> CellSummary:
+    return CellSummary(
+        policy=cell.system.name,
+        expert_cache=cell.expert_cache,
+        expert_cache_bytes=cell.expert_cache_bytes,
+        status=status,
+    )
+
+
+def _results(plan: Plan, runs: list[CellSummary], directory: Path | None = None) -> Results:
+    return Results(
+        runs=tuple(runs),
+        config=msgspec.to_builtins(plan.settings),
+        trace=plan.trace,
+        evidence=plan.evidence,
+        version=__version__,
+        partial=any(run.status.startswith("NOT RUN") for run in runs),
+        directory=directory,
+    )

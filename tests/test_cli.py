@@ -1,0 +1,307 @@
+"""The commands: exit codes, one-line errors, what goes to which stream, and a start without heavy imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from finemoe.cli.simulate import simulate_command
+from finemoe.sim.settings import RunSettings
+
+SIM = "from finemoe.cli.simulate import main; main()"
+VERB = "from finemoe.cli.main import main; main()"
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def command(*arguments: str, code: str = SIM) -> list[str]:
+    return [sys.executable, "-c", code, *arguments]
+
+
+def run(*arguments: str, code: str = SIM, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments, code=code), capture_output=True, text=True, cwd=cwd, env=ENVIRONMENT, check=False
+    )
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Twelve requests, two a second."""
+    path = tmp_path / "trace.csv"
+    rows = "".join(f"{i / 2},{20 + i},{3 + i % 3}\n" for i in range(12))
+    path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
+    return path
+
+
+def small(trace: Path, *more: str) -> tuple[str, ...]:
+    return ("--trace", str(trace), "--model", "gpt-oss-20b", "--num-requests", "4", *more)
+
+
+@pytest.mark.parametrize("code", [SIM, VERB])
+def test_help_imports_nothing_heavy(code: str) -> None:
+    """What keeps `--help` under half a second: the time itself is the machine's."""
+    heavy = ("numpy", "pyarrow", "scipy", "simpy", "torch", "finemoe._core", "finemoe.sim.run")
+    probe = (
+        f"import sys; sys.argv = ['x', '--help']\ntry:\n    {code.replace('; ', chr(10) + '    ')}\n"
+        f"finally:\n    print([name for name in {heavy!r} if name in sys.modules], file=sys.stderr)"
+    )
+    done = run(code=probe)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip() == "[]"
+    assert "Usage:" in done.stdout
+
+
+def test_the_flags_are_the_settings() -> None:
+    parameters = set(simulate_command.__annotations__) - {"return"}
+    beside = {"config", "output", "as_json", "dry_run", "quiet", "version"}
+    assert parameters - beside == set(RunSettings.__struct_fields__) - {"assumed"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--trace is missing"),
+        (("--polcy", "lru"), "No such option"),
+        (("--trace", "{trace}", "--seed", "one"), "--seed is 'one'. Give a whole number."),
+        (("--trace", "absent.csv"), "absent.csv"),
+        (("--trace", "{trace}", "--backend", "cuda"), "not built yet"),
+        (("--trace", "{trace}", "--backend", "cpu"), "not built yet"),
+        (("--trace", "{trace}", "--policy", "fine"), "finemoe"),
+        (("--trace", "{trace}", "--model", "mixtrl"), "mixtral"),
+        (("--trace", "{trace}", "--hardware", "rtx4090"), "rtx4090"),
+        (("--trace", "{trace}", "--expert-cache", "24XB"), "24XB"),
+        (("--trace", "{trace}", "--expert-cache", "1slots"), "device"),
+        (("--trace", "{trace}", "--warmup", "12"), "--warmup is 12, but 12 requests"),
+        (("--trace", "{trace}", "--hardware", "rtx3090", "--policy", "no-offload"), "dense weights"),
+        (("--trace", "{trace}", "--output", "{folder}"), "trace.csv, which is not FineMoE's"),
+        (("--trace", "{trace}", "--config", "{trace}"), "is not TOML"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(trace: Path, arguments: tuple[str, ...], message: str) -> None:
+    places = {"trace": str(trace), "folder": str(trace.parent)}
+    done = run(*(argument.format(**places) for argument in arguments), cwd=trace.parent)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == "" or "ASSUMED" in done.stdout
+    assert done.stderr.startswith("finemoe: error: ")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+    assert not (trace.parent / "finemoe-results").exists()
+
+
+def test_a_run_prints_defaults_table_evidence_and_directory(trace: Path) -> None:
+    done = run(*small(trace), cwd=trace.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""  # no progress bar in a pipe
+    assert "\x1b" not in done.stdout
+    lines = done.stdout.splitlines()
+    assumed = next(line for line in lines if line.startswith("ASSUMED"))
+    for text in ("hardware rtx3090x6", "policy finemoe", "expert-cache 24GB", "routing synthetic", "seed 0"):
+        assert text in assumed
+    assert "model" not in assumed
+    assert any(line.split()[:2] == ["finemoe", "24GB"] and line.split()[-1] == "OK" for line in lines)
+    assert any(line.startswith("evidence") and "all figures SIMULATED" in line for line in lines)
+    assert lines[-1] == "results   finemoe-results/0001"
+    names = {path.name for path in (trace.parent / "finemoe-results" / "0001").iterdir()}
+    assert {"summary.json", "requests.parquet", "iterations.parquet", "config.resolved.toml"} < names
+    assert run(*small(trace), cwd=trace.parent).stdout.splitlines()[-1] == "results   finemoe-results/0002"
+
+
+def test_json_is_all_there_is_on_stdout(trace: Path) -> None:
+    done = run(*small(trace, "--policy", "lru,no-offload", "--json"), cwd=trace.parent)
+    assert done.returncode == 0, done.stderr
+    payload = json.loads(done.stdout)
+    assert {"runs", "config", "trace", "evidence", "version"} <= set(payload)
+    assert [(run["policy"], run["status"]) for run in payload["runs"]] == [
+        ("lru", "OK"),
+        ("no-offload", "OK"),
+    ]
+    lru = payload["runs"][0]
+    assert set(lru["ttft_s"]) == {"mean", "p50", "p90", "p99"}
+    for name in ("ttft_service_s", "queue_s", "tpot_s", "e2e_s"):
+        assert lru[name]["p99"] >= lru[name]["p50"] >= 0
+    assert 0 <= lru["hit_rate"] <= 1
+    assert lru["wall_s"] > 0
+    assert lru["expert_cache_bytes"] == 24 * 10**9
+    stored = json.loads((trace.parent / "finemoe-results" / "0001" / "summary.json").read_text())
+    for one in payload["runs"]:
+        del one["wall_s"]
+    assert stored == payload
+
+
+def test_quiet_prints_nothing(trace: Path) -> None:
+    done = run(*small(trace, "--quiet"), cwd=trace.parent)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    done = run(*small(trace, "--quiet", "--json"), cwd=trace.parent)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["partial"] is False
+
+
+def test_a_dry_run_shows_the_plan_and_runs_nothing(trace: Path) -> None:
+    grid = (
+        "--policy",
+        "lru,no-offload",
+        "--expert-cache",
+        "0.25,96slots",
+        "--hardware",
+        "rtx3090",
+        "--dry-run",
+    )
+    done = run(*small(trace, *grid), cwd=trace.parent)
+    assert done.returncode == 0, done.stderr
+    assert "prefetch_distance = 3" in done.stdout  # the model's own, resolved
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert ["lru", "0.25", "192"] in [row[:3] for row in rows]
+    assert ["lru", "96slots", "96"] in [row[:3] for row in rows]
+    assert "DOES NOT FIT: rtx3090" in done.stdout
+    assert "at or below one token cycle" in done.stdout
+    assert not (trace.parent / "finemoe-results").exists()
+    plan = json.loads(run(*small(trace, *grid, "--json"), cwd=trace.parent).stdout)["plan"]
+    assert [(cell["policy"], cell["expert_cache"], cell["status"][:4]) for cell in plan] == [
+        ("lru", "0.25", "fits"),
+        ("lru", "96slots", "fits"),
+        ("no-offload", "all", "DOES"),
+    ]
+    assert plan[0]["memory"]["slots"] == 192
+
+
+def test_a_resolved_config_reruns_to_the_same_bytes(trace: Path) -> None:
+    grid = ("--policy", "lru,finemoe", "--seed", "3", "--output", "one", "--quiet")
+    assert run(*small(trace, *grid), cwd=trace.parent).returncode == 0
+    again = run("--config", "one/config.resolved.toml", "--output", "two", "--quiet", cwd=trace.parent)
+    assert again.returncode == 0, again.stderr
+    one, two = trace.parent / "one", trace.parent / "two"
+    names = sorted(str(path.relative_to(one)) for path in one.rglob("*") if path.is_file())
+    assert names == sorted(str(path.relative_to(two)) for path in two.rglob("*") if path.is_file())
+    assert "lru-24GB/decisions.parquet" in names
+    differing = [name for name in names if (one / name).read_bytes() != (two / name).read_bytes()]
+    assert differing == ["wall.json"]
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    for _ in range(600):
+        if path.exists():
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    raise AssertionError(f"{path} did not appear")
+
+
+def test_ctrl_c_keeps_finished_cells(tmp_path: Path) -> None:
+    """The first cell is short, the second, on one slot per device, long enough to be interrupted."""
+    trace = tmp_path / "trace.csv"
+    rows = "".join(f"{i / 100},2000,1000\n" for i in range(64))
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
+    arguments = command(
+        *("--trace", str(trace), "--model", "gpt-oss-20b", "--policy", "no-offload,finemoe", "--json"),
+        *("--expert-cache", "6slots", "--output", "out", "--decisions", "none"),
+    )
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=ENVIRONMENT
+    ) as process:
+        wait_for(tmp_path / "out.partial" / "no-offload-all" / "iterations.parquet", process)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert err.startswith("finemoe: interrupted; finished runs are kept in out\n")
+    for payload in (json.loads(out), json.loads((tmp_path / "out" / "summary.json").read_text())):
+        assert payload["partial"] is True
+        assert [run["status"] for run in payload["runs"]][1] == "NOT RUN: interrupted"
+        assert payload["runs"][0]["iterations"] > 0
+    assert (tmp_path / "out" / "no-offload-all" / "requests.parquet").exists()
+
+
+def test_the_progress_bar_is_for_terminals(trace: Path) -> None:
+    leader, follower = pty.openpty()
+    arguments = command(*small(trace, "--output-tokens", "200"))
+    with subprocess.Popen(
+        arguments, stdout=follower, stderr=follower, cwd=trace.parent, env=ENVIRONMENT | {"TERM": "xterm"}
+    ) as process:
+        os.close(follower)
+        shown = b""
+        while select.select([leader], [], [], 60)[0]:
+            try:
+                part = os.read(leader, 4096)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            shown += part
+    os.close(leader)
+    assert process.returncode == 0, shown
+    text = shown.decode()
+    for word in ("1/1 finemoe 24GB", "s simulated", "iterations/s", "ETA"):
+        assert word in text
+    assert "results   finemoe-results/0001" in text
+
+
+def test_trace_info_and_convert(trace: Path) -> None:
+    out = trace.parent / "trace.parquet"
+    done = run("trace", "convert", str(trace), str(out), code=VERB)
+    assert done.returncode == 0, done.stderr
+    assert "12 requests over 5.5 s" in done.stdout
+    for path in (trace, out):
+        done = run("trace", "info", str(path), code=VERB)
+        assert done.returncode == 0, done.stderr
+        assert "requests      12" in done.stdout
+        assert "rate          2 requests/s" in done.stdout
+    info = json.loads(run("trace", "info", str(out), "--json", code=VERB).stdout)
+    assert (info["requests"], info["span_s"]) == (12, 5.5)
+
+
+def test_backward_time_stamps_need_sort(trace: Path) -> None:
+    lines = trace.read_text().splitlines()
+    lines[1], lines[5] = lines[5], lines[1]
+    trace.write_text("\n".join(lines) + "\n")
+    for arguments, code in ((("trace", "info", str(trace)), VERB), (small(trace), SIM)):
+        done = run(*arguments, code=code, cwd=trace.parent)
+        assert done.returncode == 2
+        assert "--sort" in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert run("trace", "info", str(trace), "--sort", code=VERB).returncode == 0
+    assert run(*small(trace, "--sort", "--quiet"), cwd=trace.parent).returncode == 0
+
+
+def test_systems_are_listed() -> None:
+    done = run("systems", code=VERB)
+    listed = [line.split()[0] for line in done.stdout.splitlines() if line and not line.startswith(" ")]
+    assert {"finemoe", "lru", "lfu", "deepspeed", "no-offload", "oracle"} <= set(listed)
+    names = [system["name"] for system in json.loads(run("systems", "--json", code=VERB).stdout)]
+    assert set(names) <= set(listed)
+
+
+@pytest.mark.parametrize("arguments", [(), ("trace",)])
+def test_a_group_without_a_verb_shows_its_help(arguments: tuple[str, ...]) -> None:
+    done = run(*arguments, code=VERB)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Commands:" in done.stdout
+
+
+def test_version_and_module(trace: Path) -> None:
+    assert run("--version").stdout == "finemoe 0.1.0\n"
+    module = subprocess.run(
+        [sys.executable, "-m", "finemoe", "--version"],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        check=False,
+    )
+    assert module.stdout == "finemoe 0.1.0\n"
+    assert run("sim", *small(trace, "--quiet"), code=VERB, cwd=trace.parent).returncode == 0
+
+
+def test_a_closed_pipe_is_no_traceback(trace: Path) -> None:
+    with subprocess.Popen(
+        command("--help"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()

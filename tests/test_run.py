@@ -1,0 +1,171 @@
+"""The grid: what is served, what fits, what the results say, and the API under the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from finemoe import simulate
+from finemoe.errors import CapacityError, SettingError
+from finemoe.serving.progress import Progress
+from finemoe.sim.plan import Cell, Plan, make_plan
+from finemoe.sim.run import Interrupted, OnProgress
+from finemoe.sim.settings import resolve
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Twenty requests, two a second."""
+    path = tmp_path / "trace.csv"
+    rows = "".join(f"{i / 2},{20 + i},{3 + i % 3}\n" for i in range(20))
+    path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
+    return path
+
+
+def plan(trace: Path, **options: object) -> Plan:
+    return make_plan(resolve({"trace": trace, "model": "gpt-oss-20b", **options}))
+
+
+def test_offline_serves_what_the_store_has_not_seen(trace: Path) -> None:
+    one, again, other = (plan(trace, offline=True, seed=seed) for seed in (0, 0, 1))
+    served = [request.index for request in one.requests]
+    stored = [request.index for request in one.training]
+    assert (len(served), len(stored)) == (6, 14)  # 30 % and 70 %
+    assert sorted(served + stored) == list(range(20))
+    assert served == sorted(served)
+    assert stored == sorted(stored)
+    assert [request.index for request in again.requests] == served
+    assert [request.index for request in other.requests] != served
+    assert not plan(trace).training
+
+
+def test_a_preloaded_system_runs_once(trace: Path) -> None:
+    cells = plan(trace, policy="lru,no-offload", expert_cache="0.25,0.5").cells
+    assert [cell.name for cell in cells] == ["lru-0.25", "lru-0.5", "no-offload-all"]
+    assert [cell.memory.slots for cell in cells if cell.memory] == [192, 384, 768]
+
+
+def test_all_systems_are_in_order_of_the_table(trace: Path) -> None:
+    names = [cell.system.name for cell in plan(trace, policy="all").cells]
+    assert {"finemoe", "lru", "lfu", "deepspeed", "no-offload", "oracle"} <= set(names)
+    assert len(names) == len(set(names))
+
+
+def test_a_cell_that_does_not_fit_says_so_among_others(trace: Path, tmp_path: Path) -> None:
+    results = simulate(
+        trace,
+        model="gpt-oss-20b",
+        hardware="rtx3090",
+        policy="no-offload,lru",
+        expert_cache="96slots",
+        num_requests=2,
+        output=tmp_path / "out",
+    )
+    whole, lru = results.runs
+    assert whole.status.startswith("DOES NOT FIT: rtx3090: device 0")
+    assert (whole.iterations, whole.tpot_s.mean, whole.ran) == (0, None, False)
+    assert (lru.status, lru.ran) == ("OK", True)
+    assert any("at or below one token cycle" in note for note in lru.notes)
+    assert results.partial is False
+
+
+def test_nothing_that_fits_is_an_error_before_anything_is_written(trace: Path, tmp_path: Path) -> None:
+    with pytest.raises(CapacityError, match="expert slots"):
+        simulate(trace, model="gpt-oss-20b", hardware="rtx3090", policy="no-offload", output=tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.csv"]
+
+
+def test_a_request_longer_than_the_kv_cache_is_found_before_the_run(trace: Path) -> None:
+    with pytest.raises(CapacityError, match=r"KV cache for 3,?000,?003"):
+        plan(trace, prompt_tokens=3_000_000, num_requests=1)
+
+
+def test_results_of_a_run(trace: Path, tmp_path: Path) -> None:
+    seen: list[tuple[Cell, Progress]] = []
+    results = simulate(
+        str(trace),
+        model="gpt-oss-20b",
+        policy=["lru"],
+        num_requests="5",
+        output_tokens=40,
+        output=tmp_path / "out",
+        on_progress=lambda cell, progress: seen.append((cell, progress)),
+    )
+    run = results.runs[0]
+    assert (run.policy, run.expert_cache, run.requests) == ("lru", "24GB", 5)
+    assert results.directory == tmp_path / "out"
+    assert results.trace["requests"] == 5
+    assert results.trace["output_tokens_mean"] == 40
+    assert results.evidence["trace_changed_by"] == ["output_tokens"]
+    assert "policy" not in results.evidence["assumed"]
+    assert results.config["prefetch_distance"] == 3
+    requests = pq.read_table(tmp_path / "out" / "requests.parquet")
+    assert requests.column("output_tokens").to_pylist() == [40] * 5
+    tpot = [(row["finished_s"] - row["first_token_s"]) / 39 for row in requests.to_pylist()]
+    assert run.tpot_s.mean == pytest.approx(sum(tpot) / 5)
+    iterations = pq.read_table(tmp_path / "out" / "iterations.parquet")
+    assert iterations.num_rows == run.iterations
+    assert sum(iterations.column("tokens").to_pylist()) == 5 * 39 + sum(20 + i for i in range(5))
+    assert all(cell.system.name == "lru" for cell, _ in seen)
+    assert all(progress.total_output_tokens == 200 for _, progress in seen)
+    assert json.loads(results.to_json())["runs"][0]["policy"] == "lru"
+
+
+def test_warm_up_requests_are_served_and_not_counted(trace: Path, tmp_path: Path) -> None:
+    results = simulate(
+        trace, model="gpt-oss-20b", policy="lru", num_requests=6, warmup=4, output=tmp_path / "out"
+    )
+    assert results.runs[0].requests == 2
+    assert any("include the warm-up" in note for note in results.runs[0].notes)
+    counted = pq.read_table(tmp_path / "out" / "requests.parquet").column("counted").to_pylist()
+    assert counted == [False] * 4 + [True] * 2
+
+
+def test_routing_of_another_shape_is_refused(trace: Path, tmp_path: Path) -> None:
+    preset = Path(__file__).resolve().parents[1] / "traces" / "presets" / "gpt-oss-20b.toml"
+    with pytest.raises(
+        SettingError, match=r"whose shape is not that of --model mixtral-8x7b: layers 24 against 32"
+    ):
+        make_plan(resolve({"trace": trace, "model": "mixtral-8x7b", "routing": preset}))
+    assert plan(trace, routing=preset).routing.meta.source == "synthetic"
+
+
+def test_an_unknown_option_is_refused(trace: Path) -> None:
+    with pytest.raises(SettingError, match=r"polcy is not a setting\. Did you mean policy\?"):
+        simulate(trace, polcy="lru")
+
+
+def interrupt_in(system: str) -> OnProgress:
+    """A progress callback that presses Ctrl-C in the run of a system."""
+
+    def press(cell: Cell, progress: Progress) -> None:
+        if cell.system.name == system:
+            raise KeyboardInterrupt
+
+    return press
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("lru,lfu", True), ("lfu,lru", False)])
+def test_an_interrupted_grid_keeps_its_finished_cells(
+    trace: Path, tmp_path: Path, policy: str, kept: bool
+) -> None:
+    with pytest.raises(Interrupted) as caught:
+        simulate(
+            trace,
+            model="gpt-oss-20b",
+            policy=policy,
+            num_requests=2,
+            output_tokens=200,
+            output=tmp_path / "out",
+            on_progress=interrupt_in("lfu"),
+        )
+    results = caught.value.results
+    assert (results is not None) == kept
+    assert (tmp_path / "out").exists() == kept
+    assert not (tmp_path / "out.partial").exists()
+    if results is not None:
+        assert results.partial
+        assert [run.status for run in results.runs] == ["OK", "NOT RUN: interrupted"]
+        assert json.loads((tmp_path / "out" / "summary.json").read_text())["partial"] is True
