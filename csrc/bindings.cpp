@@ -116,16 +116,16 @@ py::dict counters_dict(const Counters& c) {
     d["prefetch_loads"] = c.prefetch_loads;
     d["demand_bytes"] = c.demand_bytes;
     d["prefetch_bytes"] = c.prefetch_bytes;
-    d["prefetch_useful_bytes"] = c.useful_bytes;
-    d["prefetch_wasted_bytes"] = c.wasted_bytes;
+    d["useful_bytes"] = c.useful_bytes;
+    d["wasted_bytes"] = c.wasted_bytes;
     d["evictions"] = c.evictions;
     d["preemptions"] = c.preemptions;
     d["dropped"] = c.dropped;
-    d["prefetches_failed"] = c.failed_prefetches;
+    d["failed_prefetches"] = c.failed_prefetches;
     d["searches"] = c.searches;
-    d["searches_late"] = c.late_searches;
-    d["updates_skipped"] = c.skipped_updates;
-    d["prefetch_unused_bytes"] = c.unused_bytes;
+    d["late_searches"] = c.late_searches;
+    d["skipped_updates"] = c.skipped_updates;
+    d["unused_bytes"] = c.unused_bytes;
     return d;
 }
 

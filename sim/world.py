@@ -158,7 +158,7 @@ class _World:
         env.process(self._arrivals())
         env.run(until=env.process(self._serve()))
         counters = core.counters()
-        counters["prefetch_wasted_bytes"] += counters.pop("prefetch_unused_bytes")
+        counters["wasted_bytes"] += counters.pop("unused_bytes")
         links = self._engine.links
         counters["bytes_moved"] = sum(link.bytes_moved for link in links)
         embedded = inputs_embedded(self._inputs)
