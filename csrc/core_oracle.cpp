@@ -1,4 +1,4 @@
-// The oracle's prefetch: the next expert that will be missing, as soon as a worse one may leave for it.
+// The oracle's prefetch: the next expert that will be missing, in exchange for one that is needed later than it.
 #include <algorithm>
 
 #include "core.hpp"
@@ -8,36 +8,27 @@ namespace finemoe {
 ExpertId Core::oracle_choice(int g, ExpertId& evicts) const {
     const Device& d = devices_[static_cast<std::size_t>(g)];
     const std::int64_t now = step();
-    ExpertId wanted = kNone;
-    std::int64_t needed = std::max(now + 1, foresight_.first());
-    for (; needed < foresight_.end() && wanted == kNone; ++needed) {
-        for (const ExpertId e : foresight_.required(needed)) {
-            if (config_.device_of(e) == g && experts_[static_cast<std::size_t>(e)].status == Status::absent &&
-                (wanted == kNone || e < wanted)) {
+    for (std::int64_t s = std::max(now + 1, foresight_.first()); s < foresight_.end(); ++s) {
+        ExpertId wanted = kNone;
+        for (const ExpertId e : foresight_.required(s)) {
+            const bool missing = experts_[static_cast<std::size_t>(e)].status == Status::absent;
+            if (missing && config_.device_of(e) == g && (wanted == kNone || e < wanted)) {
                 wanted = e;
             }
         }
-    }
-    --needed;
-    if (wanted == kNone || free_slot(d) >= 0) {
-        return wanted;
-    }
-    std::int64_t furthest = -1;
-    for (const ExpertId id : d.slots) {
-        const Expert& e = experts_[static_cast<std::size_t>(id)];
-        if (e.status == Status::resident && !e.pinned) {
-            const std::int64_t use = foresight_.next_use(id, needed);
-            if (use > furthest || (use == furthest && id < evicts)) {
-                furthest = use;
-                evicts = id;
+        if (wanted == kNone) {
+            continue;
+        }
+        if (free_slot(d) < 0) {
+            evicts = victim(d);
+            if (evicts == kNone || foresight_.next_use(evicts, now + 1) <= s) {
+                evicts = kNone;
+                return kNone;
             }
         }
+        return wanted;
     }
-    if (evicts == kNone || furthest == needed || foresight_.next_use(evicts, now + 1) <= needed) {
-        evicts = kNone;  // the right victim is still needed before: wait for it
-        return kNone;
-    }
-    return wanted;
+    return kNone;
 }
 
 }  // namespace finemoe
