@@ -64,13 +64,18 @@ CoreConfig make_config(int layers, int experts, int top_k, int devices, int slot
     return c;
 }
 
+// Interned once: commands are made for every layer and load.
+py::object name(const char* text) {
+    return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(text));
+}
+
 py::tuple command_tuple(const Command& c) {
+    static const py::object search = name("Search"), load = name("Load"), demand = name("demand"),
+                            prefetch = name("prefetch"), kinds[] = {name("semantic"), name("trajectory"), name("update")};
     switch (c.kind) {
-        case RecordKind::search: {
-            static const char* kinds[] = {"semantic", "trajectory", "update"};
-            return py::make_tuple("Search", c.ticket, kinds[static_cast<int>(c.search_kind)], c.layer,
-                                  c.target, c.work, c.blocking);
-        }
+        case RecordKind::search:
+            return py::make_tuple(search, c.ticket, kinds[static_cast<int>(c.search_kind)], c.layer, c.target, c.work,
+                                  c.blocking);
         case RecordKind::wait_search:
             return py::make_tuple("WaitSearch", c.ticket);
         case RecordKind::preempt_prefetch:
@@ -78,8 +83,8 @@ py::tuple command_tuple(const Command& c) {
         case RecordKind::wait:
             return py::make_tuple("Wait", py::tuple(py::cast(c.experts)));
         case RecordKind::load:
-            return py::make_tuple("Load", c.expert, c.device, c.slot, c.offset, c.bytes,
-                                  c.load_kind == LoadKind::demand ? "demand" : "prefetch", c.evicts);
+            return py::make_tuple(load, c.expert, c.device, c.slot, c.offset, c.bytes,
+                                  c.load_kind == LoadKind::demand ? demand : prefetch, c.evicts);
         default:
             return py::make_tuple("Abort", c.expert, c.reason);
     }

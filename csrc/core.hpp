@@ -94,6 +94,7 @@ class Core {
         bool asked_to_pause = false;
         ExpertId partial = kNone;
         std::int64_t partial_bytes = 0;
+        std::int64_t oracle_from = 0;  // no step before this one misses an expert of the device
     };
     struct Ticket {
         SearchRequest request;
@@ -126,7 +127,8 @@ class Core {
     ExpertId victim(const Device& d) const;
     EvictionView view(ExpertId e) const;
     int free_slot(const Device& d) const;
-    ExpertId oracle_choice(int g, ExpertId& evicts) const;
+    ExpertId oracle_choice(int g, ExpertId& evicts);
+    void became_absent(ExpertId e);
     void start_load(int g, ExpertId e, LoadKind kind, int slot, std::int64_t offset, ExpertId evicts);
     void evict(ExpertId e);
     void drop_partial(Device& d);

@@ -233,6 +233,9 @@ std::uint64_t Core::foresight(std::int64_t step, const std::vector<std::vector<E
         }
     });
     foresight_.tell(step, required);
+    for (Device& d : devices_) {
+        d.oracle_from = std::min(d.oracle_from, step);
+    }
     return settle(time_s);
 }
 

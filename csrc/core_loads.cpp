@@ -190,8 +190,7 @@ void Core::evict(ExpertId id) {
     ++counters_.evictions;
     counters_.wasted_bytes += e.unused ? config_.expert_bytes : 0;
     e.unused = false;
-    e.status = Status::absent;
-    e.slot = -1;
+    became_absent(id);
     if (config_.frequency == FrequencyRule::residency) {
         e.frequency = 1.0;
     }
@@ -202,8 +201,7 @@ void Core::drop_partial(Device& d) {
     counters_.wasted_bytes += d.partial_bytes;
     ++counters_.dropped;
     d.slots[static_cast<std::size_t>(e.slot)] = kNone;
-    e.status = Status::absent;
-    e.slot = -1;
+    became_absent(d.partial);
     d.partial = kNone;
 }
 
@@ -278,8 +276,7 @@ std::uint64_t Core::load_failed(ExpertId id, const std::string& reason, double t
     d.loading = kNone;
     d.asked_to_pause = false;
     d.slots[static_cast<std::size_t>(e.slot)] = kNone;
-    e.status = Status::absent;
-    e.slot = -1;
+    became_absent(id);
     if (!e.pinned) {
         ++counters_.failed_prefetches;
     } else if (++e.failures < 3) {
