@@ -9,6 +9,7 @@ A rejected event raises CoreError and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,10 @@ class ReferenceCore(Predictions):
         super().__init__(config)
         self.rest: list[int] = []
         self.chunk: set[int] = set()
+
+    def counter_values(self) -> dict[str, Any]:
+        """All counters by name."""
+        return self.counters.values()
 
     # -- the iteration
 
