@@ -118,7 +118,7 @@ class Picture:
                     self.waste_partial(device, e)
 
     def _computed(self, layer: int, experts: Sequence[int]) -> None:
-        ids = {layer * self.config.experts + j for j in experts}
+        ids = set(experts)
         assert ids <= self.chunk & self.resident
         self.chunk -= ids
         self.pinned -= ids

@@ -54,8 +54,6 @@ class RuleObserver(Picture):
             mine = sum(e % self.config.devices == g for e in members)
             left = sum(e % self.config.devices == g for e in self.uncovered)
             rule(mine == min(left, len(device.slots)), "rule 4: a chunk takes what the device can hold")
-        loading = {d.transfer.expert for d in self.devices if d.transfer is not None}
-        self.useful((members - self.pinned) & (self.unused | loading))
         self.uncovered -= members
         self.chunk = members
         self.chunk_size = len(members)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,13 +48,18 @@ EVICTIONS = ("finemoe", "lru", "lfu", "belady")
 
 
 def draw_config(rng: np.random.Generator, predictors: Sequence[str] = PREDICTORS) -> Config:
-    """A small random configuration; `map` is drawn most often."""
-    layers, experts, devices = (int(rng.integers(1, n)) for n in (6, 9, 4))
+    """A small random configuration; mostly with a predictor."""
+    layers, experts, devices = (
+        int(rng.choice(sizes)) for sizes in ([1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3])
+    )
+    contended = bool(rng.random() < 0.3) and "speculate" in predictors  # many prefetches stopped from afar
+    if contended:
+        layers, devices = 5, max(devices, 2)
     owned = -(-layers * experts // devices)
     tight = bool(rng.random() < 0.5)
     slots = int(rng.integers(1, min(owned, 3) + 1 if tight else owned + 1))
     preloaded = bool(rng.random() < 0.05)
-    weights = np.array([4.0 if p == "map" else 1.0 for p in predictors])
+    weights = np.array([{"none": 0.3, "map": 4.0, "speculate": 3.0}.get(p, 1.0) for p in predictors])
     return Config(
         layers=layers,
         experts=experts,
@@ -61,7 +67,7 @@ def draw_config(rng: np.random.Generator, predictors: Sequence[str] = PREDICTORS
         devices=devices,
         slots_per_device=owned if preloaded else slots,
         expert_bytes=int(rng.choice([1, 7, 100, 352_321_536])),
-        predictor=str(rng.choice(predictors, p=weights / weights.sum())),
+        predictor="speculate" if contended else str(rng.choice(predictors, p=weights / weights.sum())),
         semantic=bool(rng.random() < 0.8),
         trajectory=bool(rng.random() < 0.8),
         prefetch_distance=int(rng.integers(1, layers + 2)),
@@ -74,7 +80,7 @@ def draw_config(rng: np.random.Generator, predictors: Sequence[str] = PREDICTORS
         rank_prefill_by_tokens=bool(rng.random() < 0.5),
         load_shape=str(rng.choice(["expert", "layer"], p=[0.8, 0.2])),
         search_blocks=bool(rng.random() < 0.3),
-        preempt_scope=str(rng.choice(["device", "all"])),
+        preempt_scope="all" if contended else str(rng.choice(["device", "all"])),
         preloaded=preloaded,
     )
 
@@ -114,6 +120,7 @@ class Walk:
         self.rows: list[Row] = []
         self.plan: list[list[int]] = []
         self.past_rows: list[F32] = []
+        self.may_speculate = 0  # per layer, so that a walk comes to its end
         names = (
             "loaded",
             "failed",
@@ -126,15 +133,19 @@ class Walk:
             "illegal",
         )
         self.weights = {name: float(self.rng.choice([0.2, 1.0, 1.0, 5.0])) for name in names}
+        self.weights["prefetched"] = float(self.rng.choice([0.05, 0.3, 1.0]))
+        self.weights["stopping"] = float(
+            self.rng.choice([0.01, 1.0, 5.0])
+        )  # an asked transfer takes its time
         self.weights["failed"] *= float(self.rng.choice([0.0, 0.02, 0.1, 0.5]))
         self.weights["illegal"] *= 0.1
         used = self.config.eviction == "belady" or self.config.predictor == "oracle"
         self.weights["foresight"] *= 0.1 if used else 0.01
-        self.weights["speculate"] *= 0.1
+        self.weights["speculate"] *= 0.3
 
     def run(self, iterations: int) -> None:
         """Walk until so many iterations have ended and every load has landed, or the core aborts."""
-        if self.config.predictor == "map" and self.rng.random() < 0.4:
+        if self.config.predictor == "map" and self.rng.random() < 0.7:
             self._seed()
         while not self.rules.aborted:
             flying = any(d.transfer is not None for d in self.rules.devices)
@@ -170,19 +181,21 @@ class Walk:
         for device in rules.devices:
             if device.transfer is None:
                 continue
-            e = device.transfer.expert
-            options.append(("loaded", lambda e=e: self._do("loaded", e)))  # type: ignore[misc]
-            options.append(("failed", lambda e=e: self._do("load_failed", e, "flipped a bit")))  # type: ignore[misc]
-            if device.transfer.asked_to_stop:
-                options.append(("paused", lambda t=device.transfer: self._pause(t.expert, t.offset)))  # type: ignore[misc]
+            e, asked = device.transfer.expert, device.transfer.asked_to_stop
+            failed = "stopping" if asked and self.rng.random() < 0.1 else "failed"
+            slow = "prefetched" if device.transfer.kind == "prefetch" else "loaded"
+            options.append(("stopping" if asked else slow, partial(self._do, "loaded", e)))
+            options.append((failed, partial(self._do, "load_failed", e, "flipped a bit")))
+            if asked:
+                options.append(("stopping", partial(self._pause, e, device.transfer.offset)))
         for ticket in rules.searches.done_next():
-            options.append(("search", lambda n=ticket: self._do("search_done", n)))  # type: ignore[misc]
+            options.append(("search", partial(self._do, "search_done", ticket)))
         if rules.computable():
             options.append(("compute", self._compute))
         if rules.open and rules.layer_done:
             last = rules.layer == config.layers - 1
-            options.append(("gate", (lambda: self._do("end_iteration")) if last else self._gate))
-        if rules.open and config.predictor == "speculate" and rules.layer < config.layers - 1:
+            options.append(("gate", partial(self._do, "end_iteration") if last else self._gate))
+        if rules.open and self.may_speculate > 0 and rules.layer < config.layers - 1:
             options.append(("speculate", self._speculate))
         if options:
             options.append(("illegal", self._illegal))
@@ -218,7 +231,8 @@ class Walk:
         if config.eviction == "belady" or config.predictor == "oracle":
             step = (self.rules.iteration + 1) * config.layers
             beyond = [self._required() for _ in range(int(rng.integers(0, 2 * config.layers)))]
-            self._do("foresight", step, (self.plan + beyond)[: int(rng.integers(1, 3 * config.layers))])
+            self._foresight(step, (self.plan + beyond)[: int(rng.integers(1, 3 * config.layers))])
+        self.may_speculate = int(config.predictor == "speculate")
         self._do("begin_iteration", self.rows)
 
     def _gate(self) -> None:
@@ -229,16 +243,23 @@ class Walk:
             coming = {e % self.config.experts for e in moving if e // self.config.experts == layer}
             experts = sorted(coming | set(experts))
         counts = [int(self.rng.integers(1, 9)) for _ in experts]
+        self.may_speculate = 4 * (self.config.predictor == "speculate")
         self._do("gate", layer, self._batch(), experts, counts)
 
     def _speculate(self) -> None:
         target = int(self.rng.integers(self.rules.layer + 1, self.config.layers))
+        self.may_speculate -= 1
         self._do("speculation", self.rules.layer, target, self._batch())
 
     def _foresee(self) -> None:
         now = self.rules.iteration * self.config.layers + self.rules.layer
         step = max(0, now + int(self.rng.integers(0, 2 * self.config.layers)))
-        self._do("foresight", step, [self._required() for _ in range(int(self.rng.integers(0, 4)))])
+        self._foresight(step, [self._required() for _ in range(int(self.rng.integers(0, 4)))])
+
+    def _foresight(self, step: int, required: list[list[int]]) -> None:
+        layers, experts = self.config.layers, self.config.experts
+        ids = [[s % layers * experts + j for j in js] for s, js in enumerate(required, start=step)]
+        self._do("foresight", step, ids)
 
     def _pause(self, expert: int, offset: int) -> None:
         self._do("paused", expert, int(self.rng.integers(offset, self.config.expert_bytes)))
@@ -246,7 +267,7 @@ class Walk:
     def _compute(self) -> None:
         ready = self.rules.computable()
         some = [e for e in ready if self.rng.random() < 0.7] or ready
-        self._do("computed", self.rules.layer, [e % self.config.experts for e in some])
+        self._do("computed", self.rules.layer, some)
 
     def _illegal(self) -> None:
         rules, config, rows = self.rules, self.config, self._batch() if self.rows else np.zeros((1, 1))

@@ -105,13 +105,12 @@ class ReferenceCore(Predictions):
     def computed(self, layer: int, experts: Sequence[int]) -> list[Command]:
         self.accepting()
         check(self.open and layer == self.l_now, f"layer {layer} is not the current one")
-        self.check_experts(experts)
-        ids = [layer * self.config.experts + j for j in experts]
-        for e in ids:
+        self.check_experts(experts, layer)
+        for e in experts:
             check(
                 e in self.chunk and self.states[e].status == "resident", f"expert {e} cannot be computed now"
             )
-        for e in ids:
+        for e in experts:
             self.states[e].pinned = False
             self.chunk.remove(e)
         if not self.chunk and self.rest:
@@ -234,8 +233,6 @@ class ReferenceCore(Predictions):
         self.rest = [e for e in self.rest if e not in self.chunk]
         for e in self.chunk:
             state = self.states[e]
-            if not state.pinned and (state.status == "loading" or state.unused):
-                self._useful(e)  # it was partial or absent at the gate and was prefetched between two chunks
             state.pinned = True
             if state.status in ("absent", "partial"):
                 self.demands[self.device_of(e)].add(e)

@@ -104,12 +104,10 @@ class Predictions(Devices):
     def foresight(self, step: int, required: Sequence[Sequence[int]]) -> list[Command]:
         self.accepting()
         check(step >= 0, f"step {step} is negative")
-        for experts in required:
-            self.check_experts(experts)
-        known = {s: needed for s, needed in self.future.items() if s < step}
         for s, experts in enumerate(required, start=step):
-            base = s % self.config.layers * self.config.experts
-            known[s] = frozenset(base + j for j in experts)
+            self.check_experts(experts, s % self.config.layers)
+        known = {s: needed for s, needed in self.future.items() if s < step}
+        known.update((s, frozenset(experts)) for s, experts in enumerate(required, start=step))
         self.future = known
         return self.finish()
 
@@ -129,13 +127,12 @@ class Predictions(Devices):
         check(bool(((rows >= 0.0) & (rows <= 1.0)).all()), "probabilities lie in [0, 1]")
         return round_f16(rows)
 
-    def check_experts(self, experts: Sequence[int]) -> None:
+    def check_experts(self, experts: Sequence[int], layer: int = 0) -> None:
+        """Strictly ascending, not empty, and of one layer: ids, or j with layer 0."""
+        base = layer * self.config.experts
         check(len(experts) > 0, "at least one expert")
         check(all(a < b for a, b in pairwise(experts)), "experts ascend strictly")
-        check(
-            experts[0] >= 0 and experts[-1] < self.config.experts,
-            f"experts lie in 0 … {self.config.experts - 1}",
-        )
+        check(base <= experts[0] and experts[-1] < base + self.config.experts, f"experts of layer {layer}")
 
     def search(self, kind: str, targets: range, work: int) -> None:
         rows = (

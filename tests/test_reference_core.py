@@ -269,8 +269,8 @@ def test_a_demand_stops_a_prefetch_which_then_resumes() -> None:
     assert core.gate(1, p, [1], [1]) == [("PreemptPrefetch", 0), ("Wait", (3,))]
     assert core.paused(4, 30) == [("Load", 3, 0, 0, 0, 100, "demand", 0)]
     assert core.loaded(3) == [("Load", 4, 0, 1, 30, 70, "prefetch", -1)]
-    assert run(core, ("computed", 1, [1]), ("gate", 2, p, [0], [1])) == [[], [("Wait", (4,))]]
-    assert run(core, ("loaded", 4), ("computed", 2, [0]), ("end_iteration",)) == [[], [], []]
+    assert run(core, ("computed", 1, [3]), ("gate", 2, p, [0], [1])) == [[], [("Wait", (4,))]]
+    assert run(core, ("loaded", 4), ("computed", 2, [4]), ("end_iteration",)) == [[], [], []]
     counters = core.counter_values()
     assert counters["late"] == [[0, 0, 0], [0, 0, 1]]
     assert counters["misses"] == [[0, 0, 0], [1, 1, 0]]
