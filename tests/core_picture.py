@@ -85,7 +85,7 @@ class Picture:
     def _begin_iteration(self, rows: Sequence[Any]) -> None:
         self.open, self.layer = True, -1
         self.iteration += 1
-        self.decode = all(row.phase == PHASES[1] for row in rows)
+        self.decode = rows[0].phase == PHASES[1]
 
     def _seed_store(self, *_: Any) -> None:
         assert self.iteration < 0
@@ -174,10 +174,7 @@ class Picture:
         """Chunk members of a device that are neither resident nor in flight, ascending."""
         transfer = self.devices[g].transfer
         flying = -1 if transfer is None else transfer.expert
-        missing = sorted(
-            e for e in self.chunk - self.resident if e % self.config.devices == g and e != flying
-        )
-        return [e for e in missing if self.failures.get(e, 0) < 3]
+        return sorted(e for e in self.chunk - self.resident if e % self.config.devices == g and e != flying)
 
     def landed(self, expert: int, bytes_done: int) -> Transfer:
         device = self.device(expert)
@@ -187,10 +184,13 @@ class Picture:
         device.transfer = None
         if bytes_done >= 0:
             moved = bytes_done - transfer.offset
+            whole = int(bytes_done == self.config.expert_bytes)
             if transfer.kind == "demand":
                 self.counters.demand_bytes += moved
+                self.counters.demand_loads += whole
             else:
                 self.counters.prefetch_bytes += moved
+                self.counters.prefetch_loads += whole
         return transfer
 
     def useful(self, experts: set[int]) -> None:

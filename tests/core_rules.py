@@ -73,6 +73,7 @@ class RuleObserver(Picture):
             "rule 6: no demand",
         )
         transfer.asked_to_stop = True
+        self.counters.preemptions += 1
 
     def _on_Load(  # noqa: N802
         self, expert: int, g: int, slot: int, offset: int, size: int, kind: str, evicts: int
@@ -89,11 +90,10 @@ class RuleObserver(Picture):
         demands = self.demands(g)
         if kind == "demand":
             rule(demands and expert == demands[0], "rule 6: demand loads in ascending id")
-            self.counters.demand_loads += 1
         else:
             self._check_prefetch(g, expert)
-            self.stamps[expert] = self.gates
-            self.counters.prefetch_loads += 1
+            if expert not in device.partial:
+                self.stamps[expert] = self.gates
         self._check_slot(device, expert, slot, kind, evicts)
         device.partial.pop(expert, None)
         device.slots[slot] = expert
@@ -149,6 +149,9 @@ class RuleObserver(Picture):
         rule(not waited or event in ("gate", "computed"), "only a gate or a finished chunk opens one")
         rule(self.chunk or not self.uncovered, "rule 4: the next chunk follows at once")
         rule(self.aborted == any(n >= 3 for n in self.failures.values()), "three failures abort")
+        if self.aborted:
+            rule(not any(c[0] == "Load" for c in commands), "nothing starts after an abort")
+            return
         demanded = [self.demands(g) for g in range(self.config.devices)]
         flights = [d.transfer for d in self.devices if d.transfer is not None]
         everywhere = self.config.preempt_scope == "all"

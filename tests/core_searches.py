@@ -18,12 +18,13 @@ class SearchObserver:
         self.next_ticket = 0
         self.stored = 0
         self.with_embedding: list[bool] = []
+        self.issued = 0
         self.late = 0
         self.skipped = 0
 
     def counters(self) -> dict[str, int]:
         """The search counters as seen from outside."""
-        return {"late_searches": self.late, "skipped_updates": self.skipped}
+        return {"searches": self.issued, "late_searches": self.late, "skipped_updates": self.skipped}
 
     def done_next(self) -> list[int]:
         """Tickets that may be reported done now: everything up to the first that is not abandoned."""
@@ -70,6 +71,7 @@ class SearchObserver:
             expected.append(("WaitSearch", ticket))
         self.pending.append((ticket, kind, False, target))
         self.next_ticket += 1
+        self.issued += kind != "update"
 
     def _done(self, ticket: int, layer: int) -> None:
         while True:

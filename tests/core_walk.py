@@ -55,6 +55,7 @@ def draw_config(rng: np.random.Generator, predictors: Sequence[str] = PREDICTORS
     contended = bool(rng.random() < 0.3) and "speculate" in predictors  # many prefetches stopped from afar
     if contended:
         layers, devices = 5, max(devices, 2)
+    devices = min(devices, layers * experts)
     owned = -(-layers * experts // devices)
     tight = bool(rng.random() < 0.5)
     slots = int(rng.integers(1, min(owned, 3) + 1 if tight else owned + 1))
@@ -71,7 +72,7 @@ def draw_config(rng: np.random.Generator, predictors: Sequence[str] = PREDICTORS
         semantic=bool(rng.random() < 0.8),
         trajectory=bool(rng.random() < 0.8),
         prefetch_distance=int(rng.integers(1, layers + 2)),
-        store_capacity=int(rng.integers(1, 6)),
+        store_capacity=int(rng.integers(1, 6 if rng.random() < 0.9 else 40)),
         embedding_width=int(rng.integers(0, 5)),
         embedding_work=int(rng.integers(0, 10)),
         eviction=str(rng.choice(EVICTIONS)),
@@ -139,8 +140,9 @@ class Walk:
         )  # an asked transfer takes its time
         self.weights["failed"] *= float(self.rng.choice([0.0, 0.02, 0.1, 0.5]))
         self.weights["illegal"] *= 0.1
-        used = self.config.eviction == "belady" or self.config.predictor == "oracle"
-        self.weights["foresight"] *= 0.1 if used else 0.01
+        self.knows_future = self.config.eviction == "belady" or self.config.predictor == "oracle"
+        self.known_steps = 0
+        self.weights["foresight"] *= 0.1
         self.weights["speculate"] *= 0.3
 
     def run(self, iterations: int) -> None:
@@ -199,7 +201,8 @@ class Walk:
             options.append(("speculate", self._speculate))
         if options:
             options.append(("illegal", self._illegal))
-            options.append(("foresight", self._foresee))
+            if self.knows_future:
+                options.append(("foresight", self._foresee))
         return options
 
     # -- events
@@ -217,18 +220,17 @@ class Walk:
     def _begin(self) -> None:
         config, rng = self.config, self.rng
         phase = str(rng.choice(PHASES))
-        mixed = rng.random() < 0.2
         self.rows = [
             Row(
                 request=int(rng.integers(100)),
-                phase=str(rng.choice(PHASES)) if mixed else phase,
+                phase=phase,
                 tokens=int(rng.choice([1, 2, 37, 1000])),
                 embedding=self._embedding() if rng.random() < 0.8 else None,
             )
             for _ in range(int(rng.integers(1, 4)))
         ]
         self.plan = [self._required() for _ in range(config.layers)]
-        if config.eviction == "belady" or config.predictor == "oracle":
+        if self.knows_future:
             step = (self.rules.iteration + 1) * config.layers
             beyond = [self._required() for _ in range(int(rng.integers(0, 2 * config.layers)))]
             self._foresight(step, (self.plan + beyond)[: int(rng.integers(1, 3 * config.layers))])
@@ -252,13 +254,17 @@ class Walk:
         self._do("speculation", self.rules.layer, target, self._batch())
 
     def _foresee(self) -> None:
-        now = self.rules.iteration * self.config.layers + self.rules.layer
-        step = max(0, now + int(self.rng.integers(0, 2 * self.config.layers)))
+        rules = self.rules
+        now = rules.iteration * self.config.layers + rules.layer
+        step = (
+            int(self.rng.integers(now + 1, max(self.known_steps, now + 1) + 1)) if rules.iteration >= 0 else 0
+        )
         self._foresight(step, [self._required() for _ in range(int(self.rng.integers(0, 4)))])
 
     def _foresight(self, step: int, required: list[list[int]]) -> None:
         layers, experts = self.config.layers, self.config.experts
         ids = [[s % layers * experts + j for j in js] for s, js in enumerate(required, start=step)]
+        self.known_steps = step + len(ids)
         self._do("foresight", step, ids)
 
     def _pause(self, expert: int, offset: int) -> None:
@@ -282,11 +288,17 @@ class Walk:
             ("gate", layer + 1, np.full_like(rows, np.nan), [0], [1]),
             ("gate", layer + 1, rows[:, :-1], [0], [1]),
             ("gate", layer + 1, rows, [0], [1, 1]),
+            ("gate", layer + 1, rows, [0], [0]),
             ("search_done", rules.searches.next_ticket),
             ("loaded", -1),
             ("loaded", config.layers * config.experts),
             ("speculation", layer, layer, rows),
-            ("foresight", 0, [[0, 0]]),
+            ("foresight", self.known_steps + 2 * config.layers, [[0]]),
+            (
+                "foresight",
+                max(0, rules.iteration * config.layers + layer + 1),
+                [[config.layers * config.experts]],
+            ),
         ]
         if rules.open:
             attempts.append(("begin_iteration", self.rows))

@@ -54,6 +54,7 @@ class ReferenceCore(Predictions):
         check(len(rows) > 0, "an iteration has at least one row")
         for row in rows:
             check(row.phase in PHASES and row.tokens >= 1, f"bad row {row}")
+            check(row.phase == rows[0].phase, "an iteration is either prefill or decode")
         embeddings = [self._embedding(row) for row in rows]
         config = self.config
         self.open, self.l_now = True, -1
@@ -75,6 +76,7 @@ class ReferenceCore(Predictions):
         check(not self.chunk and not self.rest, f"layer {self.l_now} is not computed")
         self.check_experts(experts)
         check(len(token_counts) == len(experts), "one token count per expert")
+        check(min(token_counts) > 0, "every expert has tokens")
         gate_rows = self.probabilities(probabilities)
 
         self.l_now = layer
@@ -146,6 +148,10 @@ class ReferenceCore(Predictions):
         self.accepting()
         flight, state = self.flight_of(expert), self.states[expert]
         self._moved(flight, self.config.expert_bytes)
+        if flight.kind == "demand":
+            self.counters.demand_loads += 1
+        else:
+            self.counters.prefetch_loads += 1
         state.status, state.offset, state.failures = "resident", 0, 0
         state.unused = flight.kind == "prefetch" and not state.pinned
         return self.finish()
@@ -199,7 +205,7 @@ class ReferenceCore(Predictions):
         return unit_embedding(row.embedding)
 
     def _look_up(self, activated: list[int]) -> None:
-        counters, phase = self.counters, int(all(row.phase == "decode" for row in self.rows))
+        counters, phase = self.counters, PHASES.index(self.rows[0].phase)
         for e in activated:
             counters.activated[phase][self.l_now] += 1
             outcome = {"resident": counters.hits, "loading": counters.late}.get(
@@ -242,6 +248,7 @@ class ReferenceCore(Predictions):
                 continue
             if flight.kind == "prefetch" and not self.states[flight.expert].pinned:
                 flight.asked_to_stop = True
+                self.counters.preemptions += 1
                 self.out.append(("PreemptPrefetch", device))
         self.out.append(("Wait", tuple(sorted(self.chunk))))
 

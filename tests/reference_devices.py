@@ -61,7 +61,9 @@ class Counters:
     demand_loads: int = 0
     prefetch_loads: int = 0
     evictions: int = 0
+    preemptions: int = 0
     dropped: int = 0
+    searches: int = 0
     late_searches: int = 0
     skipped_updates: int = 0
     failed_prefetches: int = 0
@@ -157,6 +159,7 @@ class Devices:
 
     def drop_partial(self, expert: int) -> None:
         """Give up a partial expert: its bytes are wasted."""
+        self.counters.dropped += 1
         self.counters.wasted_bytes += self.states[expert].offset
         self.free_slot(expert)
 
@@ -241,6 +244,7 @@ class Devices:
         place = self._room(device)
         if place is not None:
             self.queues[device].discard(expert)
+            self.states[expert].stamp = self.gates
             self._load(expert, place[0], "prefetch", place[1])
 
     def choose_prefetch(self, device: int) -> int | None:
@@ -265,11 +269,6 @@ class Devices:
     def _load(self, expert: int, slot: int, kind: str, evicts: int) -> None:
         device, state = self.device_of(expert), self.states[expert]
         offset = state.offset
-        if kind == "prefetch":
-            state.stamp = self.gates
-            self.counters.prefetch_loads += 1
-        else:
-            self.counters.demand_loads += 1
         state.status, state.slot = "loading", slot
         self.slots[device][slot] = expert
         self.flights[device] = Flight(expert, slot, offset, kind, self.iteration)

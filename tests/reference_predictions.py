@@ -54,6 +54,7 @@ class Predictions(Devices):
         self.rows: list[Row] = []
         self.embeddings: list[F16 | None] = []
         self.gate_rows: list[F16] = []
+        self.future_end = 0
 
     def seed_store(
         self, maps: npt.ArrayLike, embeddings: npt.ArrayLike, written: npt.ArrayLike
@@ -103,18 +104,24 @@ class Predictions(Devices):
 
     def foresight(self, step: int, required: Sequence[Sequence[int]]) -> list[Command]:
         self.accepting()
-        check(step >= 0, f"step {step} is negative")
-        for s, experts in enumerate(required, start=step):
-            self.check_experts(experts, s % self.config.layers)
+        config, now = self.config, self.iteration * self.config.layers + self.l_now
+        check(config.eviction == "belady" or config.predictor == "oracle", "nobody may know the future")
+        check(step > now, f"step {step} is past")
+        check(step <= max(self.future_end, now + 1), f"steps before {step} are missing")
+        check(
+            all(0 <= e < len(self.states) for experts in required for e in experts),
+            "an expert is out of range",
+        )
         known = {s: needed for s, needed in self.future.items() if s < step}
         known.update((s, frozenset(experts)) for s, experts in enumerate(required, start=step))
-        self.future = known
+        self.future, self.future_end = known, step + len(required)
         return self.finish()
 
     # -- parts of the events
 
     def finish(self) -> list[Command]:
-        self.pump()
+        if not self.aborted:
+            self.pump()
         commands, self.out = self.out, []
         return commands
 
@@ -122,10 +129,10 @@ class Predictions(Devices):
         check(not self.aborted, "the run was aborted")
 
     def probabilities(self, probabilities: npt.ArrayLike) -> F16:
-        rows = np.asarray(probabilities, dtype=np.float32)
+        rows = round_f16(probabilities)
         check(rows.shape == (len(self.rows), self.config.experts), "probabilities have the shape [B, J]")
         check(bool(((rows >= 0.0) & (rows <= 1.0)).all()), "probabilities lie in [0, 1]")
-        return round_f16(rows)
+        return rows
 
     def check_experts(self, experts: Sequence[int], layer: int = 0) -> None:
         """Strictly ascending, not empty, and of one layer: ids, or j with layer 0."""
@@ -146,6 +153,7 @@ class Predictions(Devices):
 
     def _issue(self, item: Work, work: int, blocking: bool) -> None:
         self.next_ticket += 1
+        self.counters.searches += item.kind != "update"
         self.pending.append(item)
         target = item.targets[-1] if item.targets else -1
         self.out.append(("Search", item.ticket, item.kind, self.l_now, target, work, blocking))
@@ -191,6 +199,7 @@ class Predictions(Devices):
             e = base + j
             self.states[e].p = rank[j]
             queue = self.queues[self.device_of(e)]
+            self.counters.dropped += e in queue
             queue.discard(e)
             if j in chosen and self.states[e].status == "absent":
                 queue.add(e)
