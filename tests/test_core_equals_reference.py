@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from core_walk import Walk, draw_config, draw_gate_row
+from core_draws import draw_config, draw_gate_row
+from core_walk import Walk
+from finemoe import _core
 from finemoe.errors import CoreError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_core import ReferenceCore
 from reference_devices import Command, Config
-from reference_formulas import F16, delta_of, delta_set_brute_force, round_f16, unit_embedding
+from reference_formulas import delta_of, delta_set_brute_force, round_f16, unit_embedding
 from reference_predictions import Row
 from reference_store import ReferenceStore
-
-_core = pytest.importorskip("finemoe._core", reason="the compiled core is not built here")
 
 SEEDS = st.integers(0, 2**32 - 1)
 COMMANDS = ("Search", "WaitSearch", "PreemptPrefetch", "Wait", "Load", "Abort")
@@ -39,6 +39,7 @@ class CompiledCore:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.mask = 0
         self.core = _core.Core(_core.CoreConfig(**asdict(config)), log_iterations=1 << 40)
 
     def begin_iteration(self, rows: Sequence[Row]) -> list[Command]:
@@ -54,10 +55,12 @@ class CompiledCore:
     def gate(
         self, layer: int, probabilities: npt.ArrayLike, experts: Sequence[int], token_counts: Sequence[int]
     ) -> list[Command]:
-        return self._after(self.core.gate(layer, probabilities, list(experts), list(token_counts)))
+        return self._after(
+            self.core.gate(layer, np.asarray(probabilities), list(experts), list(token_counts))
+        )
 
     def speculation(self, layer: int, target: int, probabilities: npt.ArrayLike) -> list[Command]:
-        return self._after(self.core.speculation(layer, target, probabilities))
+        return self._after(self.core.speculation(layer, target, np.asarray(probabilities)))
 
     def search_done(self, ticket: int) -> list[Command]:
         return self._after(self.core.search_done(ticket))
@@ -98,14 +101,17 @@ class CompiledCore:
         commands = self._logged()
         forward, searches = self.core.take_forward(), self.core.take_searches()
         devices = [self.core.take_device(g) for g in range(self.config.devices)]
-        assert forward == [c for c in commands if c[0] in ("Wait", "WaitSearch", "Abort")]
+        missing = not mask & _core.CHUNK_READY  # a wait for nothing is logged, but wakes nobody
+        woken = ("Wait", "WaitSearch", "Abort") if missing else ("WaitSearch", "Abort")
+        assert forward == [c for c in commands if c[0] in woken]
         assert searches == [c for c in commands if c[0] == "Search"]
         for g, box in enumerate(devices):
             mine = {"PreemptPrefetch": 1, "Load": 2}
             assert box == [c for c in commands if c[0] in mine and c[mine[c[0]]] == g]
-        bits = [bool(box) for box in (forward, searches, *devices)]
-        assert bits == [bool(mask >> bit & 1) for bit in (0, 2, *range(3, 3 + len(devices)))]
-        self.chunk_ready = bool(mask >> 1 & 1)
+        flags = {_core.FORWARD_PENDING: forward, _core.SEARCH_PENDING: searches}
+        flags |= {1 << _core.DEVICE_SHIFT + g: box for g, box in enumerate(devices)}
+        assert all(bool(mask & bit) == bool(box) for bit, box in flags.items())
+        self.mask = mask
         return commands
 
     def _logged(self) -> list[Command]:
@@ -157,8 +163,9 @@ class Both:
                 raise
             assert getattr(self.compiled, event)(*arguments) == commands, (event, arguments)
             reference = self.reference
-            waiting = any(reference.states[e].status != "resident" for e in reference.chunk)
-            assert self.compiled.chunk_ready == (not waiting)
+            chunk: dict[int, object] = {_core.CHUNK_OPEN: reference.chunk, _core.MORE_CHUNKS: reference.rest}
+            chunk[_core.CHUNK_READY] = all(reference.states[e].status == "resident" for e in reference.chunk)
+            assert all(bool(self.compiled.mask & bit) == bool(state) for bit, state in chunk.items())
             return commands
 
         return drive
@@ -218,22 +225,28 @@ def test_searches_and_replacement_equal_the_formulas_bit_for_bit_on_larger_store
     )
     searcher = _core.Searcher(_core.CoreConfig(**asdict(config)))
     store = ReferenceStore(layers, experts, width, capacity)
-    kept: list[tuple[F16, F16 | None]] = []
-    for _ in range(maps):
-        rows = round_f16([draw_gate_row(rng, experts) for _ in range(layers)])
-        unit = unit_embedding(rng.normal(size=width).astype(np.float32)) if rng.random() < 0.7 else None
-        if kept and rng.random() < 0.2:
-            rows, unit = kept[int(rng.integers(len(kept)))]
-        kept.append((rows, unit))
-        searcher.add(rows, unit)
-        store.update(rows, unit, distance)
-    assert searcher.size() == len(store)
-    rows, unit = kept[int(rng.integers(maps))]
+    gates = [round_f16([draw_gate_row(rng, experts) for _ in range(layers)]) for _ in range(maps)]
+    embeddings = [round_f16(rng.normal(size=width) * (rng.random() < 0.7)) for _ in range(maps)]
+    for i in range(1, maps):
+        if rng.random() < 0.2:
+            twin = int(rng.integers(i))
+            gates[i], embeddings[i] = gates[twin], embeddings[twin]
+    searcher.fill(np.stack(gates), np.stack(embeddings))
+    for rows, embedding in zip(gates, embeddings, strict=True):
+        store.update(rows, unit_embedding(embedding), distance)
+    kept_maps, kept_embeddings, written = searcher.contents()
+    assert np.array_equal(kept_maps, store.maps)
+    assert kept_embeddings is not None
+    assert np.array_equal(kept_embeddings, store.embeddings)
+    assert np.array_equal(np.argsort(written), np.argsort(store.written))
+    asked = int(rng.integers(maps))
+    rows = gates[asked]
     if rng.random() < 0.7:
         rows = round_f16([draw_gate_row(rng, experts) for _ in range(layers)])
+    unit = unit_embedding(embeddings[asked])
     expected = [] if unit is None else [store.semantic(unit)]
     expected += [store.trajectory(rows[: m + 1]) for m in range(layers - distance)]
-    assert searcher.search_iteration(rows, unit, distance) == expected
+    assert searcher.search_iteration(rows, embeddings[asked]) == expected
 
 
 @given(SEEDS, st.floats(-1.0, 1.5, width=32), st.integers(1, 8))
