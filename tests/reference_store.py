@@ -32,7 +32,7 @@ class ReferenceStore:
         """Replace the content; the embeddings are taken as already unit-normalised."""
         self.maps = round_f16(maps)
         self.embeddings = round_f16(embeddings)
-        self.written = np.asarray(written, dtype=np.int64)
+        self.written = np.array(written, dtype=np.int64)
 
     def semantic(self, query: F16) -> tuple[int, float]:
         """Place and score of the map whose embedding is nearest."""

@@ -83,10 +83,9 @@ class CompiledCore:
     def seed_store(
         self, maps: npt.ArrayLike, embeddings: npt.ArrayLike, written: npt.ArrayLike
     ) -> list[Command]:
-        ages = np.asarray(written).tolist()
-        return self._after(
-            self.core.seed_store(maps, embeddings if self.config.embedding_width else None, ages)
-        )
+        units = np.asarray(embeddings, dtype=np.float16) if self.config.embedding_width else None
+        halves = np.asarray(maps, dtype=np.float16)
+        return self._after(self.core.seed_store(halves, units, np.asarray(written).tolist()))
 
     def foresight(self, step: int, required: Sequence[Sequence[int]]) -> list[Command]:
         return self._after(self.core.foresight(step, [list(ids) for ids in required]))
