@@ -1,0 +1,202 @@
+"""What an outside observer knows of a policy core: its devices, its counters, its requirement.
+
+Built from events and commands alone; core_rules.py checks commands against it, core_walk.py lives in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from core_searches import SearchObserver
+from reference_devices import PHASES, Config, Counters
+
+
+def rule(holds: object, text: str) -> None:
+    """Raise AssertionError with the rule's text unless it holds."""
+    if not holds:
+        raise AssertionError(text)
+
+
+@dataclass
+class Transfer:
+    """A load in flight as its commands tell it."""
+
+    expert: int
+    slot: int
+    offset: int
+    kind: str
+    iteration: int
+    asked_to_stop: bool = False
+
+
+@dataclass
+class DeviceView:
+    """One device as seen from outside."""
+
+    slots: list[int]
+    transfer: Transfer | None = None
+    partial: dict[int, int] = field(default_factory=dict)  # expert → bytes done
+
+    def holds_room(self) -> bool:
+        return -1 in self.slots
+
+
+class Picture:
+    """The picture, and what every event does to it before its commands."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.total = config.layers * config.experts
+        self.devices = [DeviceView([-1] * config.slots(g)) for g in range(config.devices)]
+        self.resident: set[int] = set()
+        self.pinned: set[int] = set()
+        self.unused: set[int] = set()
+        self.uncovered: set[int] = set()
+        self.chunk: set[int] = set()
+        self.chunk_size = 0
+        self.layer = config.layers - 1
+        self.iteration = -1
+        self.open = False
+        self.aborted = False
+        self.failures: dict[int, int] = {}
+        self.gates = 0
+        self.stamps: dict[int, int] = {}
+        self.decode = False
+        self.searches = SearchObserver(config)
+        self.counters = Counters(config.layers)
+        if config.preloaded:
+            self.resident = set(range(self.total))
+            for e in range(self.total):
+                self.devices[e % config.devices].slots[e // config.devices] = e
+
+    @property
+    def layer_done(self) -> bool:
+        """Whether the current layer is wholly computed."""
+        return not self.chunk and not self.uncovered
+
+    def computable(self) -> list[int]:
+        """Members of the current chunk that could be computed now, as ids."""
+        return sorted(self.chunk & self.resident)
+
+    # -- what an event does to the picture before its commands
+
+    def _begin_iteration(self, rows: Sequence[Any]) -> None:
+        self.open, self.layer = True, -1
+        self.iteration += 1
+        self.decode = rows[0].phase == PHASES[1]
+
+    def _seed_store(self, *_: Any) -> None:
+        assert self.iteration < 0
+
+    def _gate(self, layer: int, probabilities: Any, experts: Sequence[int], token_counts: Any) -> None:
+        rule(self.layer_done, "rule 3: one requirement at a time")
+        base = layer * self.config.experts
+        self.layer = layer
+        self.gates += 1
+        wanted = range(self.config.experts) if self.config.load_shape == "layer" else experts
+        required = {base + j for j in wanted}
+        loading = {d.transfer.expert for d in self.devices if d.transfer is not None}
+        activated = {base + j for j in experts}
+        phase = int(self.decode)
+        for name, count in (
+            ("activated", len(activated)),
+            ("hits", len(activated & self.resident)),
+            ("late", len(activated & loading)),
+            ("misses", len(activated - self.resident - loading)),
+        ):
+            getattr(self.counters, name)[phase][layer] += count
+        self.pinned = required & (self.resident | loading)
+        self.useful((required & self.unused) | (required & loading))
+        self.uncovered = required
+        for e in required:
+            self.stamps[e] = self.gates
+        for device in self.devices:
+            for e in list(device.partial):
+                if e // self.config.experts <= layer and e not in required:
+                    self.waste_partial(device, e)
+
+    def _computed(self, layer: int, experts: Sequence[int]) -> None:
+        ids = set(experts)
+        assert ids <= self.chunk & self.resident
+        self.chunk -= ids
+        self.pinned -= ids
+
+    def _end_iteration(self) -> None:
+        assert self.layer_done
+        self.open = False
+        for device in self.devices:
+            for e in list(device.partial):
+                self.waste_partial(device, e)
+
+    def _search_done(self, ticket: int) -> None:
+        pass
+
+    def _speculation(self, layer: int, target: int, probabilities: Any) -> None:
+        assert layer < target
+
+    def _foresight(self, step: int, required: Any) -> None:
+        pass
+
+    def _loaded(self, expert: int) -> None:
+        transfer = self.landed(expert, self.config.expert_bytes)
+        self.resident.add(expert)
+        self.failures[expert] = 0
+        if transfer.kind == "prefetch" and expert not in self.pinned:
+            self.unused.add(expert)
+
+    def _paused(self, expert: int, bytes_done: int) -> None:
+        transfer = self.landed(expert, bytes_done)
+        assert transfer.asked_to_stop
+        device = self.device(expert)
+        rule(not device.partial, "rule 6: at most one partial expert")
+        device.partial[expert] = bytes_done
+        past = expert // self.config.experts <= self.layer
+        ended = transfer.iteration != self.iteration or not self.open
+        if expert not in self.pinned and (past or ended):
+            self.waste_partial(device, expert)
+
+    def _load_failed(self, expert: int, reason: str) -> None:
+        transfer = self.landed(expert, -1)
+        self.device(expert).slots[transfer.slot] = -1
+        if expert in self.pinned:
+            self.failures[expert] = self.failures.get(expert, 0) + 1
+        else:
+            self.counters.failed_prefetches += 1
+
+    # -- parts
+
+    def device(self, expert: int) -> DeviceView:
+        return self.devices[expert % self.config.devices]
+
+    def demands(self, g: int) -> list[int]:
+        """Chunk members of a device that are neither resident nor in flight, ascending."""
+        transfer = self.devices[g].transfer
+        flying = -1 if transfer is None else transfer.expert
+        return sorted(e for e in self.chunk - self.resident if e % self.config.devices == g and e != flying)
+
+    def landed(self, expert: int, bytes_done: int) -> Transfer:
+        device = self.device(expert)
+        transfer = device.transfer
+        assert transfer is not None, "nothing is in flight on the device"
+        rule(transfer.expert == expert, "another expert is in flight")
+        device.transfer = None
+        if bytes_done >= 0:
+            moved = bytes_done - transfer.offset
+            whole = int(bytes_done == self.config.expert_bytes)
+            if transfer.kind == "demand":
+                self.counters.demand_bytes += moved
+                self.counters.demand_loads += whole
+            else:
+                self.counters.prefetch_bytes += moved
+                self.counters.prefetch_loads += whole
+        return transfer
+
+    def useful(self, experts: set[int]) -> None:
+        self.unused -= experts
+        self.counters.useful_bytes += len(experts) * self.config.expert_bytes
+
+    def waste_partial(self, device: DeviceView, expert: int) -> None:
+        self.counters.wasted_bytes += device.partial.pop(expert)
+        device.slots[device.slots.index(expert)] = -1

@@ -1,0 +1,261 @@
+"""A slow, plain-Python model of the whole policy core, written from docs/core.md alone.
+
+Every event is a method that returns the commands it emitted, as tuples:
+("Search", ticket, kind, layer, target, work, blocking), ("WaitSearch", ticket), ("PreemptPrefetch", device),
+("Wait", (expert, …)), ("Load", expert, device, slot, offset, bytes, kind, evicts), ("Abort", expert, reason).
+A rejected event raises CoreError and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from reference_devices import PHASES, Command, Config, Flight
+from reference_formulas import F16, round_f16, unit_embedding
+from reference_predictions import Predictions, Row, check
+
+MAX_FAILURES = 3
+
+
+class ReferenceCore(Predictions):
+    """The policy core, event by event."""
+
+    def __init__(self, config: Config) -> None:
+        check(
+            min(config.layers, config.experts, config.devices, config.slots_per_device) >= 1,
+            "sizes are at least 1",
+        )
+        check(1 <= config.top_k <= config.experts, f"top_k {config.top_k} is outside 1 … {config.experts}")
+        check(
+            config.prefetch_distance >= 1 and config.store_capacity >= 1,
+            "distance and capacity are at least 1",
+        )
+        owned = -(-config.layers * config.experts // config.devices)
+        check(
+            not config.preloaded or config.slots_per_device >= owned,
+            "preloaded needs a slot for every expert",
+        )
+        super().__init__(config)
+        self.rest: list[int] = []
+        self.chunk: set[int] = set()
+
+    def counter_values(self) -> dict[str, Any]:
+        """All counters by name."""
+        return self.counters.values()
+
+    # -- the iteration
+
+    def begin_iteration(self, rows: Sequence[Row]) -> list[Command]:
+        self.accepting()
+        check(not self.open, "an iteration is open")
+        check(len(rows) > 0, "an iteration has at least one row")
+        for row in rows:
+            check(row.phase in PHASES and row.tokens >= 1, f"bad row {row}")
+            check(row.phase == rows[0].phase, "an iteration is either prefill or decode")
+        embeddings = [self._embedding(row) for row in rows]
+        config = self.config
+        self.open, self.l_now = True, -1
+        self.iteration += 1
+        self.rows, self.embeddings, self.gate_rows = list(rows), embeddings, []
+        with_embedding = sum(e is not None for e in embeddings)
+        if config.predictor == "map" and config.semantic and self.stored and with_embedding:
+            near = min(config.prefetch_distance, config.layers)
+            self.search("semantic", range(near), with_embedding * self.stored * config.embedding_work)
+        return self.finish()
+
+    def gate(
+        self, layer: int, probabilities: npt.ArrayLike, experts: Sequence[int], token_counts: Sequence[int]
+    ) -> list[Command]:
+        self.accepting()
+        config = self.config
+        check(self.open, "no iteration is open")
+        check(layer == self.l_now + 1 < config.layers, f"layer {layer} does not follow layer {self.l_now}")
+        check(not self.chunk and not self.rest, f"layer {self.l_now} is not computed")
+        self.check_experts(experts)
+        check(len(token_counts) == len(experts), "one token count per expert")
+        check(min(token_counts) > 0, "every expert has tokens")
+        gate_rows = self.probabilities(probabilities)
+
+        self.l_now = layer
+        self.gates += 1
+        self.gate_rows.append(gate_rows)
+        base = layer * config.experts
+        wanted = range(config.experts) if config.load_shape == "layer" else experts
+        required = [base + j for j in wanted]
+        for e in required:
+            self.states[e].freq += 1.0
+            self.states[e].stamp = self.gates
+        self._look_up([base + j for j in experts])
+        for e in required:
+            state = self.states[e]
+            if state.status in ("resident", "loading"):
+                if state.status == "loading" or state.unused:
+                    self._useful(e)
+                state.pinned = True
+        self._leave_queues(set(required))
+        self.rest = required
+        self._next_chunk()
+        target = layer + config.prefetch_distance
+        if config.predictor == "map" and config.trajectory and target < config.layers and self.stored:
+            work = len(self.rows) * self.stored * config.experts
+            self.search("trajectory", range(target, target + 1), work)
+        return self.finish()
+
+    def computed(self, layer: int, experts: Sequence[int]) -> list[Command]:
+        self.accepting()
+        check(self.open and layer == self.l_now, f"layer {layer} is not the current one")
+        self.check_experts(experts, layer)
+        for e in experts:
+            check(
+                e in self.chunk and self.states[e].status == "resident", f"expert {e} cannot be computed now"
+            )
+        for e in experts:
+            self.states[e].pinned = False
+            self.chunk.remove(e)
+        if not self.chunk and self.rest:
+            self._next_chunk()
+        return self.finish()
+
+    def end_iteration(self) -> list[Command]:
+        self.accepting()
+        config = self.config
+        check(self.open and self.l_now == config.layers - 1, "the last layer has no gate yet")
+        check(not self.chunk and not self.rest, "the last layer is not computed")
+        self.open = False
+        for queue in self.queues:
+            self.counters.dropped += len(queue)
+            queue.clear()
+        for device in range(config.devices):
+            partial = self.partial_of(device)
+            if partial is not None:
+                self.drop_partial(partial)
+        for work in self.pending:
+            if work.kind != "update" and not work.abandoned:
+                work.abandoned = True
+                self.counters.late_searches += 1
+        for state in self.states:
+            state.freq *= config.frequency_decay
+        if config.predictor == "map":
+            self.issue_updates()
+        return self.finish()
+
+    # -- transfers
+
+    def loaded(self, expert: int) -> list[Command]:
+        self.accepting()
+        flight, state = self.flight_of(expert), self.states[expert]
+        self._moved(flight, self.config.expert_bytes)
+        if flight.kind == "demand":
+            self.counters.demand_loads += 1
+        else:
+            self.counters.prefetch_loads += 1
+        state.status, state.offset, state.failures = "resident", 0, 0
+        state.unused = flight.kind == "prefetch" and not state.pinned
+        return self.finish()
+
+    def paused(self, expert: int, bytes_done: int) -> list[Command]:
+        self.accepting()
+        flight, state = self.flight_of(expert), self.states[expert]
+        check(flight.asked_to_stop, f"expert {expert} was not asked to stop")
+        check(
+            flight.offset <= bytes_done < self.config.expert_bytes, f"{bytes_done} bytes done is out of range"
+        )
+        self._moved(flight, bytes_done)
+        state.status, state.offset = "partial", bytes_done
+        ended = flight.iteration != self.iteration or not self.open
+        if state.pinned:
+            self.demands[self.device_of(expert)].add(expert)
+        elif ended or self.layer_of(expert) <= self.l_now:
+            self.drop_partial(expert)
+        return self.finish()
+
+    def load_failed(self, expert: int, reason: str) -> list[Command]:
+        self.accepting()
+        self.flight_of(expert)
+        state, device = self.states[expert], self.device_of(expert)
+        self.flights[device] = None
+        self.free_slot(expert)
+        if state.pinned:
+            state.failures += 1
+            if state.failures == MAX_FAILURES:
+                self.aborted = True
+                self.out.append(("Abort", expert, reason))
+            else:
+                self.demands[device].add(expert)
+        else:
+            self.counters.failed_prefetches += 1
+        return self.finish()
+
+    # -- parts of the events
+
+    def _embedding(self, row: Row) -> F16 | None:
+        width = self.config.embedding_width
+        if row.embedding is None or width == 0:
+            return None
+        check(
+            row.embedding.shape == (width,), f"request {row.request}: the embedding has not {width} features"
+        )
+        check(
+            bool(np.isfinite(round_f16(row.embedding)).all()),
+            f"request {row.request}: the embedding is not finite",
+        )
+        return unit_embedding(row.embedding)
+
+    def _look_up(self, activated: list[int]) -> None:
+        counters, phase = self.counters, PHASES.index(self.rows[0].phase)
+        for e in activated:
+            counters.activated[phase][self.l_now] += 1
+            outcome = {"resident": counters.hits, "loading": counters.late}.get(
+                self.states[e].status, counters.misses
+            )
+            outcome[phase][self.l_now] += 1
+
+    def _useful(self, expert: int) -> None:
+        self.states[expert].unused = False
+        self.counters.useful_bytes += self.config.expert_bytes
+
+    def _leave_queues(self, required: set[int]) -> None:
+        for device, queue in enumerate(self.queues):
+            leaving = {e for e in queue if self.layer_of(e) <= self.l_now}
+            self.counters.dropped += len(leaving - required)
+            queue -= leaving
+            partial = self.partial_of(device)
+            if partial is not None and self.layer_of(partial) <= self.l_now and partial not in required:
+                self.drop_partial(partial)
+
+    def _next_chunk(self) -> None:
+        config = self.config
+        chunk: list[int] = []
+        for device in range(config.devices):
+            mine = [e for e in self.rest if self.device_of(e) == device]
+            kept = [e for e in mine if self.states[e].pinned]
+            more = [e for e in mine if not self.states[e].pinned]
+            pinned = sum(self.states[e].pinned for e in self.slots[device] if e >= 0)
+            chunk += kept + more[: config.slots(device) - pinned]
+        self.chunk = set(chunk)
+        self.rest = [e for e in self.rest if e not in self.chunk]
+        for e in self.chunk:
+            state = self.states[e]
+            state.pinned = True
+            if state.status in ("absent", "partial"):
+                self.demands[self.device_of(e)].add(e)
+        for device, flight in enumerate(self.flights):
+            demanded = any(self.demands) if config.preempt_scope == "all" else bool(self.demands[device])
+            if not demanded or flight is None or flight.asked_to_stop:
+                continue
+            if flight.kind == "prefetch" and not self.states[flight.expert].pinned:
+                flight.asked_to_stop = True
+                self.counters.preemptions += 1
+                self.out.append(("PreemptPrefetch", device))
+        self.out.append(("Wait", tuple(sorted(self.chunk))))
+
+    def _moved(self, flight: Flight, bytes_done: int) -> None:
+        """A load stopped at `bytes_done`: the device is idle again and the bytes are counted."""
+        self.flights[self.device_of(flight.expert)] = None
+        if flight.kind == "demand":
+            self.counters.demand_bytes += bytes_done - flight.offset
+        else:
+            self.counters.prefetch_bytes += bytes_done - flight.offset
