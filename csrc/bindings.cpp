@@ -64,36 +64,45 @@ CoreConfig make_config(int layers, int experts, int top_k, int devices, int slot
     return c;
 }
 
-// Interned once: commands are made for every layer and load.
-py::object name(const char* text) {
-    return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(text));
+// Commands are made for every layer and load: interned names, and tuples filled by hand.
+PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
+
+py::object filled(std::initializer_list<PyObject*> items) {
+    PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(items.size()));
+    Py_ssize_t i = 0;
+    for (PyObject* item : items) {
+        PyTuple_SET_ITEM(tuple, i++, item);  // takes the reference over
+    }
+    return py::reinterpret_steal<py::object>(tuple);
 }
 
-py::tuple command_tuple(const Command& c) {
-    static const py::object search = name("Search"), load = name("Load"), demand = name("demand"),
-                            prefetch = name("prefetch"), kinds[] = {name("semantic"), name("trajectory"), name("update")};
+py::object command_tuple(const Command& c) {
+    static PyObject *const search = name("Search"), *const load = name("Load"), *const wait_search = name("WaitSearch"),
+                           *const preempt = name("PreemptPrefetch"), *const abort = name("Abort");
+    static PyObject* const search_kinds[] = {name("semantic"), name("trajectory"), name("update")};
+    static PyObject* const load_kinds[] = {name("demand"), name("prefetch")};
+    const auto number = [](std::int64_t n) { return PyLong_FromLongLong(n); };
+    const auto shared = [](PyObject* object) { return Py_NewRef(object); };
     switch (c.kind) {
         case RecordKind::search:
-            return py::make_tuple(search, c.ticket, kinds[static_cast<int>(c.search_kind)], c.layer, c.target, c.work,
-                                  c.blocking);
+            return filled({shared(search), number(c.ticket), shared(search_kinds[static_cast<int>(c.search_kind)]),
+                           number(c.layer), number(c.target), number(c.work), PyBool_FromLong(c.blocking ? 1 : 0)});
         case RecordKind::wait_search:
-            return py::make_tuple("WaitSearch", c.ticket);
+            return filled({shared(wait_search), number(c.ticket)});
         case RecordKind::preempt_prefetch:
-            return py::make_tuple("PreemptPrefetch", c.device);
-        case RecordKind::wait:
-            return py::make_tuple("Wait", py::tuple(py::cast(c.experts)));
+            return filled({shared(preempt), number(c.device)});
         case RecordKind::load:
-            return py::make_tuple(load, c.expert, c.device, c.slot, c.offset, c.bytes,
-                                  c.load_kind == LoadKind::demand ? demand : prefetch, c.evicts);
+            return filled({shared(load), number(c.expert), number(c.device), number(c.slot), number(c.offset),
+                           number(c.bytes), shared(load_kinds[static_cast<int>(c.load_kind)]), number(c.evicts)});
         default:
-            return py::make_tuple("Abort", c.expert, c.reason);
+            return filled({shared(abort), number(c.expert)});
     }
 }
 
 py::list command_list(const std::vector<Command>& commands) {
-    py::list out;
-    for (const Command& c : commands) {
-        out.append(command_tuple(c));
+    py::list out(commands.size());
+    for (std::size_t i = 0; i < commands.size(); ++i) {
+        PyList_SET_ITEM(out.ptr(), static_cast<Py_ssize_t>(i), command_tuple(commands[i]).release().ptr());
     }
     return out;
 }
@@ -269,6 +278,7 @@ PYBIND11_MODULE(_core, m) {
             "take_device", [](Core& core, int g) { return drained([&] { return core.take_device(g); }); },
             py::arg("device"))
         .def("take_searches", [](Core& core) { return drained([&] { return core.take_searches(); }); })
+        .def("abort_reason", &Core::abort_reason, NoGil())
         .def("take_forward", [](Core& core) { return drained([&] { return core.take_forward(); }); })
         .def("run_searches", &Core::run_searches, py::arg("ticket"), NoGil())
         .def("search_abandoned", &Core::search_abandoned, py::arg("ticket"), NoGil())

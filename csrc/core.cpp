@@ -7,17 +7,6 @@
 
 namespace finemoe {
 
-namespace {
-
-template <typename T>
-std::vector<T> drain(std::deque<T>& box) {
-    std::vector<T> out(std::make_move_iterator(box.begin()), std::make_move_iterator(box.end()));
-    box.clear();
-    return out;
-}
-
-}  // namespace
-
 void CoreConfig::validate() const {
     const auto need = [](bool condition, const std::string& problem) {
         if (!condition) {
@@ -105,17 +94,22 @@ Record Core::record(RecordKind kind, double time_s) const {
 std::vector<Command> Core::take_device(int g) {
     const std::scoped_lock lock(mutex_);
     require(g >= 0 && g < config_.devices, "take_device: no such device");
-    return drain(device_outbox_[static_cast<std::size_t>(g)]);
+    return std::exchange(device_outbox_[static_cast<std::size_t>(g)], {});
 }
 
 std::vector<Command> Core::take_searches() {
     const std::scoped_lock lock(mutex_);
-    return drain(search_outbox_);
+    return std::exchange(search_outbox_, {});
 }
 
 std::vector<Command> Core::take_forward() {
     const std::scoped_lock lock(mutex_);
-    return drain(forward_outbox_);
+    return std::exchange(forward_outbox_, {});
+}
+
+std::string Core::abort_reason() {
+    const std::scoped_lock lock(mutex_);
+    return abort_reason_;
 }
 
 std::vector<ExpertId> Core::chunk_ready() {

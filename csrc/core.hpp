@@ -58,6 +58,7 @@ class Core {
     void run_searches(std::int64_t ticket);
     bool search_abandoned(std::int64_t ticket);
 
+    std::string abort_reason();
     std::vector<ExpertId> chunk_ready();  // uncomputed members of the chunk that are resident
     std::vector<ExpertId> residents(int device);
     StoreContents store_contents();
@@ -138,7 +139,7 @@ class Core {
     // core_search.cpp: tickets and prefetch sets
     void issue_search(SearchKind kind, int layer, int target, int row, std::int64_t work);
     void apply_predictions(int layer, std::span<const float> predicted, std::span<const float> scores);
-    void emit(Command command);
+    void emit(const Command& command);
 
     const CoreConfig config_;
     std::vector<Expert> experts_;
@@ -158,9 +159,9 @@ class Core {
     std::int64_t next_ticket_ = 0;
     int stored_ = 0, pending_updates_ = 0;
 
-    std::vector<std::deque<Command>> device_outbox_;
-    std::deque<Command> search_outbox_, forward_outbox_;
-    std::vector<Command> emitted_;
+    std::vector<std::vector<Command>> device_outbox_;
+    std::vector<Command> search_outbox_, forward_outbox_, emitted_;
+    std::string abort_reason_;
     Counters counters_;
     LayerCounts layer_counts_;
     std::int64_t activated_ = 0, hits_ = 0, late_ = 0;

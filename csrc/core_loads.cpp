@@ -6,7 +6,7 @@
 
 namespace finemoe {
 
-void Core::emit(Command command) { emitted_.push_back(std::move(command)); }
+void Core::emit(const Command& command) { emitted_.push_back(command); }
 
 // Ends every event: each idle device gets its next load; then commands are logged and put into their
 // outboxes.
@@ -16,23 +16,23 @@ std::uint64_t Core::settle(double time_s) {
             pump(g);
         }
     }
-    for (Command& c : emitted_) {
-        log_.add(c, time_s, iteration_);
+    for (const Command& c : emitted_) {
+        if (log_.on) {
+            log_.add(c, time_s, iteration_, c.kind == RecordKind::wait ? std::span<const ExpertId>(chunk_) : std::span<const ExpertId>{},
+                     c.kind == RecordKind::abort ? abort_reason_ : std::string_view{});
+        }
         switch (c.kind) {
             case RecordKind::search:
-                search_outbox_.push_back(std::move(c));
+                search_outbox_.push_back(c);
                 break;
             case RecordKind::load:
             case RecordKind::preempt_prefetch:
-                device_outbox_[static_cast<std::size_t>(c.device)].push_back(std::move(c));
+                device_outbox_[static_cast<std::size_t>(c.device)].push_back(c);
                 break;
             case RecordKind::wait:
-                if (chunk_missing_ > 0) {  // nothing to wait for otherwise: the mask says so
-                    forward_outbox_.push_back(std::move(c));
-                }
-                break;
+                break;  // the mask says when the wait is over
             default:
-                forward_outbox_.push_back(std::move(c));
+                forward_outbox_.push_back(c);
         }
     }
     emitted_.clear();
@@ -182,7 +182,7 @@ void Core::start_load(int g, ExpertId e, LoadKind kind, int slot, std::int64_t o
     c.offset = offset;
     c.bytes = config_.expert_bytes - offset;
     c.evicts = evicts;
-    emit(std::move(c));
+    emit(c);
 }
 
 void Core::evict(ExpertId id) {
@@ -286,8 +286,8 @@ std::uint64_t Core::load_failed(ExpertId id, const std::string& reason, double t
         Command c;
         c.kind = RecordKind::abort;
         c.expert = id;
-        c.reason = reason;
-        emit(std::move(c));
+        abort_reason_ = reason;
+        emit(c);
     }
     return settle(time_s);
 }

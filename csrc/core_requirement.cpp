@@ -113,14 +113,13 @@ void Core::form_chunk() {
             Command c;
             c.kind = RecordKind::preempt_prefetch;
             c.device = g;
-            emit(std::move(c));
+            emit(c);
         }
     }
     Command wait;
     wait.kind = RecordKind::wait;
     wait.layer = layer_now_;
-    wait.experts = chunk_;
-    emit(std::move(wait));
+    emit(wait);
 }
 
 void Core::finish_chunk_member(ExpertId e) {

@@ -38,7 +38,7 @@ void Core::issue_search(SearchKind kind, int layer, int target, int row, std::in
     emit(c);
     if (c.blocking) {
         c.kind = RecordKind::wait_search;
-        emit(std::move(c));
+        emit(c);
     }
 }
 

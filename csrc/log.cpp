@@ -14,7 +14,8 @@ void DecisionLog::close() {
     columns_.reason.close();
 }
 
-void DecisionLog::add(const Command& c, double time_s, std::int64_t iteration) {
+void DecisionLog::add(const Command& c, double time_s, std::int64_t iteration, std::span<const ExpertId> experts,
+                      std::string_view reason) {
     if (!on) {
         return;
     }
@@ -36,8 +37,8 @@ void DecisionLog::add(const Command& c, double time_s, std::int64_t iteration) {
     record.work = c.work;
     record.time_s = time_s;
     add(record, [&](LogColumns& columns) {
-        columns.experts.values.insert(columns.experts.values.end(), c.experts.begin(), c.experts.end());
-        columns.reason.values.insert(columns.reason.values.end(), c.reason.begin(), c.reason.end());
+        columns.experts.values.insert(columns.experts.values.end(), experts.begin(), experts.end());
+        columns.reason.values.insert(columns.reason.values.end(), reason.begin(), reason.end());
     });
 }
 

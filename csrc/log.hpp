@@ -3,7 +3,7 @@
 
 #include <cstdint>
 #include <span>
-#include <string>
+#include <string_view>
 #include <vector>
 
 #include "types.hpp"
@@ -55,7 +55,9 @@ class DecisionLog {
     void add(const Record& record) {
         add(record, [](LogColumns&) {});
     }
-    void add(const Command& command, double time_s, std::int64_t iteration);
+    // With the experts of a Wait or the reason of an Abort.
+    void add(const Command& command, double time_s, std::int64_t iteration, std::span<const ExpertId> experts,
+             std::string_view reason);
 
     // Hands over what was logged since the last call.
     LogColumns take();

@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 namespace finemoe {
 
@@ -84,6 +83,7 @@ enum class RecordKind : std::uint8_t {
     abort,
 };
 
+// The experts of a Wait are the core's current chunk, the reason of an Abort its abort_reason.
 struct Command {
     RecordKind kind = RecordKind::wait;
     SearchKind search_kind = SearchKind::semantic;
@@ -99,8 +99,6 @@ struct Command {
     std::int64_t work = -1;
     std::int64_t offset = -1;
     std::int64_t bytes = -1;
-    std::vector<ExpertId> experts;  // Wait
-    std::string reason;             // Abort
 };
 
 // What an event returns.

@@ -11,7 +11,6 @@ from ..policy.core import (
     CHUNK_OPEN,
     CHUNK_READY,
     DEVICE_SHIFT,
-    FORWARD_PENDING,
     MORE_CHUNKS,
     SEARCH_PENDING,
     Core,
@@ -21,7 +20,7 @@ from ..serving.logs import IterationLog
 from .compute import ComputeModel
 from .events import ENGINE, Timer
 from .foresight import Foresight
-from .link import Link
+from .link import Copies, Link
 from .search_worker import SearchWorker
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from ..policy.systems import System
     from ..serving.scheduler import Step
 
-_OUTBOXES = FORWARD_PENDING | SEARCH_PENDING | -(1 << DEVICE_SHIFT)
+_OUTBOXES = SEARCH_PENDING | -(1 << DEVICE_SHIFT)
 _READY_WHOLE = CHUNK_READY | MORE_CHUNKS
 
 Process = Generator[simpy.Event, None, None]
@@ -57,7 +56,10 @@ class Engine:
         self._compute = compute
         self._slowdown = profile.copy_slowdown
         self._as_ready = system.compute_order == "as_ready"
-        self.links = [Link(env, core, device, profile, self.deliver) for device in range(profile.devices)]
+        self._copies = Copies()
+        self.links = [
+            Link(env, core, device, profile, self._copies, self.deliver) for device in range(profile.devices)
+        ]
         self.worker = SearchWorker(env, core, profile, self.deliver)
         self.foresight = Foresight(core, feed, model.layers) if system.predictor == "oracle" else None
         self.log = IterationLog()
@@ -71,16 +73,13 @@ class Engine:
         """Hand the core's commands to those who carry them out, and wake the forward pass where it can go on."""
         if mask & _OUTBOXES:
             devices = mask >> DEVICE_SHIFT
-            device = 0
-            while devices:
-                if devices & 1:
-                    self.links[device].drain()
-                devices >>= 1
-                device += 1
+            if devices:
+                for link in self.links:
+                    if devices & 1:
+                        link.drain()
+                    devices >>= 1
             if mask & SEARCH_PENDING:
                 self.worker.drain()
-            if mask & FORWARD_PENDING:
-                self._core.take_forward()  # a Wait: the mask says when it is over
         if self._wake is not None and (mask & CHUNK_READY or self._as_ready):
             self._mask = mask
             wake, self._wake = self._wake, None
@@ -134,7 +133,7 @@ class Engine:
 
     def _computing(self, seconds: float) -> Timer:
         """A timer for expert computation, slower while any copy runs."""
-        if any(link.busy for link in self.links):
+        if self._copies.in_flight:
             seconds *= self._slowdown
         self.compute_s += seconds
         return Timer(self._env, seconds, ENGINE)

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from ..policy.core import Core
 
 
+class Copies:
+    """How many copies are in flight on all links together; a copy slows computation down."""
+
+    in_flight = 0
+
+
 class Link:
     """Carries out one device's outbox.
 
@@ -28,42 +34,42 @@ class Link:
         core: Core,
         device: int,
         profile: HardwareProfile,
+        copies: Copies,
         deliver: Callable[[int], None],
     ) -> None:
         self._env = env
         self._core = core
+        self._copies = copies
         self._device = device
         self._latency_s = profile.link_latency_s
         self._bandwidth = profile.link_bandwidth
         self._chunk_bytes = profile.link_chunk_bytes
         self._deliver = deliver
         self._timer: Timer | None = None
+        self.busy = False  # a copy is in flight
         self._expert = -1
         self._offset = self._size = 0
         self._began_s = 0.0
         self.busy_s = 0.0
         self.bytes_moved = 0
 
-    @property
-    def busy(self) -> bool:
-        """Whether a copy is in flight."""
-        return self._timer is not None
-
     def drain(self) -> None:
         """Take the commands from the core's outbox of this device."""
         for command in self._core.take_device(self._device):
-            if command[0] == "Load":
-                _, self._expert, _, _, self._offset, self._size, _, _ = command
-                self._began_s = self._env.now
-                copy_s = self._latency_s + self._size / self._bandwidth
-                self._timer = Timer(self._env, copy_s, LOADED, self._loaded)
-            else:
+            if len(command) == 2:  # PreemptPrefetch(device)
                 self._pause()
+                continue
+            _, self._expert, _, _, self._offset, self._size, _, _ = command
+            env = self._env
+            self._began_s = env.now
+            self.busy = True
+            self._copies.in_flight += 1
+            self._timer = Timer(env, self._latency_s + self._size / self._bandwidth, LOADED, self._loaded)
 
     def _loaded(self, timer: simpy.Event) -> None:
         if timer is self._timer:  # otherwise it was asked to pause before
-            self._finish(self._size)
-            self._deliver(self._core.loaded(self._expert, self._env.now))
+            now = self._finish()
+            self._deliver(self._core.loaded(self._expert, now))
 
     def _pause(self) -> None:
         """PreemptPrefetch: the chunk in the copier finishes; if it is the last one, so does the load."""
@@ -77,10 +83,14 @@ class Link:
         self._timer = Timer(self._env, max(0.0, end_s - self._env.now), PAUSED, self._paused)
 
     def _paused(self, _: simpy.Event) -> None:
-        self._finish(self._size)
-        self._deliver(self._core.paused(self._expert, self._offset + self._size, self._env.now))
+        now = self._finish()
+        self._deliver(self._core.paused(self._expert, self._offset + self._size, now))
 
-    def _finish(self, size: int) -> None:
+    def _finish(self) -> float:
+        now = self._env.now
         self._timer = None
-        self.busy_s += self._env.now - self._began_s
-        self.bytes_moved += size
+        self.busy = False
+        self._copies.in_flight -= 1
+        self.busy_s += now - self._began_s
+        self.bytes_moved += self._size
+        return now
