@@ -11,6 +11,8 @@ import msgspec
 
 from ..errors import SettingError
 
+_FOLDER = files(__package__) / "presets"
+
 
 class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The hidden state that all layers read, one vector per token.
@@ -146,14 +148,20 @@ def _problems(preset: RoutingPreset) -> list[str]:
     return found
 
 
+def preset_names() -> list[str]:
+    """Names of the shipped presets."""
+    return sorted(
+        entry.name.removesuffix(".toml") for entry in _FOLDER.iterdir() if entry.name.endswith(".toml")
+    )
+
+
 def load_preset(name: str | Path) -> RoutingPreset:
     """A shipped preset by name, or one of the user's own by path of its TOML file.
 
     Raises `SettingError` for an unknown name, unknown keys and values out of range.
     """
-    folder = files(__package__) / "presets"
-    shipped = sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml"))
-    source = folder / f"{name}.toml" if str(name) in shipped else Path(name)
+    shipped = preset_names()
+    source = _FOLDER / f"{name}.toml" if str(name) in shipped else Path(name)
     try:
         text = source.read_bytes()
     except OSError:

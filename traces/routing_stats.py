@@ -124,8 +124,8 @@ def summarise(
     """The measures above for decode iterations; 70 % of `requests` fill the store and 30 % are served.
 
     `stored` maps and `served` iterations are drawn by `rng` from the two parts (all of them where there are
-    fewer). Keys: static_hit, previous_hit, nearest_map_hit, entropy_bits (mean over layers), busiest_expert (its
-    share over an even share, mean over layers) and, where the served requests have such rows,
+    fewer). Keys: static_hit, previous_hit, nearest_map_hit, entropy_bits (mean over layers), busiest_expert
+    (its share over an even share, mean over layers) and, where the served requests have such rows,
     speculation_recall_<distance>.
     """
     cut = max(1, int(0.7 * len(requests)))
