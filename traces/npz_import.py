@@ -36,17 +36,17 @@ def import_chosen_experts(
     """Write `out_parquet` from the arrays of `npz_path` and return its meta.
 
     `expert_ids` [T, L, k] names the experts of each token, in any order, `probs` [T, L, k] their
-    probabilities; tokens offsets[r] … offsets[r + 1] belong to request r. Where the probabilities of every token
-    sum to 1 the other experts get none; otherwise the remaining mass is spread evenly over them. The meta says
-    which.
+    probabilities; tokens offsets[r] … offsets[r + 1] belong to request r. Where the probabilities of every
+    token sum to 1 the other experts get none; otherwise the remaining mass is spread evenly over them. The
+    meta says which.
 
-    Such recordings have no prefill: with "derived" the first min(32, n / 4) tokens of a request, at least one,
-    become its prefill iteration (mean of their rows, union of their experts); with "none" there is none.
+    Such recordings have no prefill: with "derived" the first min(32, n / 4) tokens of a request, at least
+    one, become its prefill iteration (mean of their rows, union of their experts); with "none" there is none.
     They have no embeddings either.
 
     `model` is a shipped preset's name, by default the one with this shape (of several, that with the fewest
-    experts). Any other model needs `experts` per layer and `expert_bytes`. Raises `TraceError` for a file that
-    cannot be used and `SettingError` for a model that is not known well enough.
+    experts). Any other model needs `experts` per layer and `expert_bytes`. Raises `TraceError` for a file
+    that cannot be used and `SettingError` for a model that is not known well enough.
     """
     path = Path(npz_path)
     ids, probabilities, offsets = _load(path)
@@ -74,7 +74,8 @@ def import_chosen_experts(
 
 def _load(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.int64]]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as stream:  # np.load would leave a broken archive open
+            archive = np.load(stream, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise TraceError(path, "a single array, not an npz archive.", remedy=_REMEDY)
             for name in _ARRAYS:

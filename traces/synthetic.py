@@ -19,6 +19,7 @@ from .synthetic_math import (
     Floats,
     chosen_experts,
     drift,
+    product,
     prompt_counts,
     readout,
     recall_at,
@@ -40,8 +41,8 @@ _WORLD, _FIT, _PREFILL, _DECODE, _NOISE, _EMBEDDING, _SPECULATION = range(7)
 class SyntheticRouting:
     """A routing source that makes request i up from (preset, seed, i, lengths): the same bytes in any order.
 
-    The floats are those of one machine's NumPy and BLAS; another CPU may round the last bit of a gate
-    differently. Raises `SettingError` for lengths below 1 and distances outside 1 … L − 1.
+    The floats are those of one machine's NumPy, whatever its number of threads; another CPU may round the
+    last bit of a gate differently. Raises `SettingError` for lengths below 1 and distances outside 1 … L − 1.
     """
 
     def __init__(self, preset: RoutingPreset, seed: int) -> None:
@@ -72,7 +73,8 @@ class SyntheticRouting:
         # In logit units until the sample has told the factor that gives the rows their entropy.
         self._readout = readout(draws[4], preset)
         self._bias = ((draws[5].random(width) - 0.5) * np.sqrt(12) * preset.rows.bias).astype(np.float32)
-        self._layer_noise = np.full(width, np.sqrt(preset.shares.layer), np.float32)
+        # Uniform noise: its share is small, and a normal one would take half of the generator's time.
+        self._layer_noise = np.full(width, np.sqrt(12 * preset.shares.layer), np.float32)
         self._unit = np.ones(width, np.float32)
         sample = self._sample()
         factor = np.repeat(scale_for_entropy(sample, preset), preset.experts)
@@ -187,9 +189,10 @@ class SyntheticRouting:
         return np.concatenate((self._kinds[kinds], context), axis=1), kinds
 
     def _logits(self, rng: np.random.Generator, latents: Floats) -> Floats:
-        logits = rng.standard_normal((len(latents), len(self._bias)), np.float32)
+        logits = rng.random((len(latents), len(self._bias)), np.float32)
+        logits -= np.float32(0.5)
         logits *= self._layer_noise
-        logits += latents @ self._readout
+        logits += product(latents, self._readout)
         logits += self._bias
         return logits
 
