@@ -11,40 +11,43 @@ import msgspec
 
 from ..errors import SettingError
 
+_FOLDER = files(__package__) / "presets"
+
 
 class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The hidden state that all layers read, one vector per token.
 
-    Each of its `dimensions` acts on all layers with weight `global_share` and beyond that on the layers
-    around a centre of its own, with a Gaussian profile `layer_width` layers wide: neighbouring layers have
-    more in common.
+    Each of its `dimensions` acts on all layers with weight `global_share`, and beyond that on the layers
+    around a centre of its own with a Gaussian profile `layer_width` layers wide: close layers have more in
+    common.
+    Early layers know the token but not yet its context: the context's share of layer l is
+    1 − exp(−(l + ½) / `context_layers`) of what it is deep in the model, and the token has the rest.
     """
 
     dimensions: int
     layer_width: float
     global_share: float
+    context_layers: float
 
 
 class Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the variance of a gate logit comes from; the shares sum to 1.
+    """Where the variance of a gate logit comes from deep in the model; the shares sum to 1.
 
-    `topic` of the request, the `request` itself, a slow `drift` within it, the current `token`'s kind, the
-    `iteration` (as seen by all layers), and each `layer` for itself.
+    The context is the `topic` of the request, the `request` itself, a `drift` within it and the `iteration`;
+    then there are the current `token`'s kind, and noise that each `layer` has for itself.
     """
 
     topic: float
     request: float
     drift: float
-    token: float
     iteration: float
+    token: float
     layer: float
 
 
 class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a request is about: `topics`; `kinds` of tokens with Zipf exponent `zipf`, of which `topical` is
-    the
-    share drawn from the topic's own order of kinds; `drift_correlation` of the drift between two
-    iterations."""
+    """What requests are about: `topics`; `kinds` of tokens with Zipf exponent `zipf`, a share `topical` of
+    them drawn in the topic's own order; `drift_correlation` of the drift from one iteration to the next."""
 
     topics: int
     kinds: int
@@ -55,8 +58,8 @@ class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 class Rows(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`entropy_bits`: mean entropy of a decode row at evenly spaced layers from the first to the last,
-    interpolated
-    between; `bias`: standard deviation of the experts' lasting preference, in logit standard deviations."""
+    interpolated between; `bias`: standard deviation of an expert's lasting popularity, uniformly distributed,
+    in standard deviations of a logit."""
 
     entropy_bits: tuple[float, ...]
     bias: float
@@ -125,6 +128,7 @@ def _problems(preset: RoutingPreset) -> list[str]:
         require(abs(sum(values.values()) - 1) < 1e-6, f"{group}: sum to {sum(values.values()):g}, must be 1")
     require(preset.latent.dimensions >= 1, "latent.dimensions must be at least 1")
     require(preset.latent.layer_width > 0, "latent.layer_width must be positive")
+    require(preset.latent.context_layers > 0, "latent.context_layers must be positive")
     require(0 <= preset.latent.global_share <= 1, "latent.global_share must be in [0, 1]")
     require(preset.tokens.topics >= 1 and preset.tokens.kinds >= 2, "tokens: topics ≥ 1 and kinds ≥ 2")
     require(preset.tokens.zipf >= 0, "tokens.zipf must not be negative")
@@ -144,14 +148,20 @@ def _problems(preset: RoutingPreset) -> list[str]:
     return found
 
 
+def preset_names() -> list[str]:
+    """Names of the shipped presets."""
+    return sorted(
+        entry.name.removesuffix(".toml") for entry in _FOLDER.iterdir() if entry.name.endswith(".toml")
+    )
+
+
 def load_preset(name: str | Path) -> RoutingPreset:
     """A shipped preset by name, or one of the user's own by path of its TOML file.
 
     Raises `SettingError` for an unknown name, unknown keys and values out of range.
     """
-    folder = files(__package__) / "presets"
-    shipped = sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml"))
-    source = folder / f"{name}.toml" if str(name) in shipped else Path(name)
+    shipped = preset_names()
+    source = _FOLDER / f"{name}.toml" if str(name) in shipped else Path(name)
     try:
         text = source.read_bytes()
     except OSError:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from .routing import RequestRouting
+
 Floats = npt.NDArray[np.float32]
 Chosen = npt.NDArray[np.bool_]
 
@@ -99,3 +101,50 @@ def entropy_bits(gate: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
     rows /= rows.sum(axis=2, keepdims=True)
     logs = np.log2(rows, out=np.zeros_like(rows), where=rows > 0)
     return np.asarray(-(rows * logs).sum(axis=2).mean(axis=0))
+
+
+def decode_choices(routing: RequestRouting, top_k: int) -> Chosen:
+    """What the decode iterations of a request chose, [n − 1, L, J]."""
+    n, layers, experts = routing.gate.shape
+    chosen = np.zeros((n - 1, layers, experts), dtype=np.bool_)
+    flat = routing.experts[routing.offsets[layers] :].reshape(n - 1, layers, top_k)
+    np.put_along_axis(chosen, flat.astype(np.int64), True, axis=2)
+    return chosen
+
+
+def summarise(
+    requests: list[RequestRouting],
+    top_k: int,
+    *,
+    distance: int,
+    stored: int,
+    served: int,
+    rng: np.random.Generator,
+) -> dict[str, float]:
+    """The measures above for decode iterations; 70 % of `requests` fill the store and 30 % are served.
+
+    `stored` maps and `served` iterations are drawn by `rng` from the two parts (all of them where there are
+    fewer). Keys: static_hit, previous_hit, nearest_map_hit, entropy_bits (mean over layers), busiest_expert
+    (its share over an even share, mean over layers) and, where the served requests have such rows,
+    speculation_recall_<distance>.
+    """
+    cut = max(1, int(0.7 * len(requests)))
+    chosen = [decode_choices(routing, top_k) for routing in requests]
+    training, serving = np.concatenate(chosen[:cut]), np.concatenate(chosen[cut:])
+    maps = np.concatenate([routing.gate[1:] for routing in requests[:cut]])
+    rows = np.concatenate([routing.gate[1:] for routing in requests[cut:]])
+    maps = maps[rng.permutation(len(maps))[:stored]]
+    drawn = rng.permutation(len(rows))[:served]
+    found = {
+        "static_hit": static_hit(training, serving),
+        "previous_hit": previous_hit(chosen[cut:]),
+        "nearest_map_hit": nearest_map_hit(maps, rows[drawn], serving[drawn], distance=distance),
+        "entropy_bits": float(entropy_bits(rows[drawn]).mean()),
+        "busiest_expert": float(load_shares(training).max(axis=1).mean() * training.shape[2]),
+    }
+    for ahead in sorted(requests[-1].speculation):
+        guesses = np.concatenate([routing.speculation[ahead][1:] for routing in requests[cut:]])
+        found[f"speculation_recall_{ahead}"] = speculation_recall(
+            rows[drawn], guesses[drawn], distance=ahead, top_k=top_k
+        )
+    return found

@@ -19,8 +19,10 @@ from .synthetic_math import (
     Floats,
     chosen_experts,
     drift,
+    product,
     prompt_counts,
     readout,
+    recall_at,
     scale_for_entropy,
     softmax,
     standardised,
@@ -29,8 +31,8 @@ from .synthetic_math import (
 __all__ = ["RoutingPreset", "SyntheticRouting", "load_preset"]
 
 CHUNK_ITERATIONS = 256
-FIT_ITERATIONS = 96
-LONG_RUN_WEIGHT = 8.0
+FIT_ITERATIONS = 192
+LONG_RUN_WEIGHT = 32.0  # prompt tokens
 NOISE_LEVELS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3, 1.7, 2.2, 3.0, 5.0, 10.0)
 
 _WORLD, _FIT, _PREFILL, _DECODE, _NOISE, _EMBEDDING, _SPECULATION = range(7)
@@ -39,8 +41,8 @@ _WORLD, _FIT, _PREFILL, _DECODE, _NOISE, _EMBEDDING, _SPECULATION = range(7)
 class SyntheticRouting:
     """A routing source that makes request i up from (preset, seed, i, lengths): the same bytes in any order.
 
-    The floats are those of one machine's NumPy and BLAS; another CPU may round the last bit of a gate
-    differently. Raises `SettingError` for lengths below 1 and distances outside 1 … L − 1.
+    The floats are those of one machine's NumPy, whatever its number of threads; another CPU may round the
+    last bit of a gate differently. Raises `SettingError` for lengths below 1 and distances outside 1 … L − 1.
     """
 
     def __init__(self, preset: RoutingPreset, seed: int) -> None:
@@ -60,25 +62,27 @@ class SyntheticRouting:
             speculation=tuple(range(1, preset.layers)),
             notes=f"made up by FineMoE's generator from the preset {preset.model}",
         )
-        rng, latent, tokens = self._stream(_WORLD), preset.latent, preset.tokens
-        width = preset.layers * preset.experts
+        latent, tokens, width = preset.latent, preset.tokens, preset.layers * preset.experts
+        draws = [self._stream(_WORLD, 0, part) for part in range(6)]
         chance = np.arange(1.0, tokens.kinds + 1) ** -tokens.zipf
         self._kind_cdf = np.cumsum(chance / chance.sum())
-        self._kinds = standardised(rng.standard_normal((tokens.kinds, latent.dimensions)), chance)
-        self._topics = standardised(rng.standard_normal((tokens.topics, latent.dimensions)))
-        self._kind_embeddings = rng.standard_normal((tokens.kinds, preset.embedding_width), np.float32)
-        self._topic_embeddings = rng.standard_normal((tokens.topics, preset.embedding_width), np.float32)
+        self._kinds = standardised(draws[0].standard_normal((tokens.kinds, latent.dimensions)), chance)
+        self._topics = standardised(draws[1].standard_normal((tokens.topics, latent.dimensions)))
+        self._kind_embeddings = draws[2].standard_normal((tokens.kinds, preset.embedding_width), np.float32)
+        self._topic_embeddings = draws[3].standard_normal((tokens.topics, preset.embedding_width), np.float32)
         # In logit units until the sample has told the factor that gives the rows their entropy.
-        self._readout = readout(rng, preset)
-        self._bias = rng.standard_normal(width, np.float32) * np.float32(preset.rows.bias)
-        self._layer_noise = np.full(width, np.sqrt(preset.shares.layer), np.float32)
+        self._readout = readout(draws[4], preset)
+        self._bias = ((draws[5].random(width) - 0.5) * np.sqrt(12) * preset.rows.bias).astype(np.float32)
+        # Uniform noise: its share is small, and a normal one would take half of the generator's time.
+        self._layer_noise = np.full(width, np.sqrt(12 * preset.shares.layer), np.float32)
         self._unit = np.ones(width, np.float32)
         sample = self._sample()
         factor = np.repeat(scale_for_entropy(sample, preset), preset.experts)
         for part in (self._readout, self._bias, self._layer_noise, self._unit):
             part *= factor
         self._fit_logits = (sample.reshape(len(sample), -1) * factor).astype(np.float32)
-        chosen = self._counts(self._gate(self._fit_logits.copy()))
+        # Half a token for experts that the sample never chose: a long prompt can reach every expert.
+        chosen = self._counts(self._gate(self._fit_logits.copy())) + 0.5
         self._long_run = chosen / chosen.sum(axis=1, keepdims=True)
         self._recall_curve: list[float] = []
 
@@ -148,14 +152,11 @@ class SyntheticRouting:
         if distance > len(stated) > 1:
             recall *= (stated[-1] / stated[-2]) ** (distance - len(stated))
         if not self._recall_curve:
-            shape = (-1, preset.layers, preset.experts)
-            truth = chosen_experts(self._gate(self._fit_logits.copy()), preset.top_k)
-            owner = np.repeat(np.arange(len(truth) // preset.top_k), preset.top_k) * preset.experts
-            error = self._stream(_FIT, 1).standard_normal(self._fit_logits.shape, np.float32) * self._unit
-            for level in NOISE_LEVELS:
-                guess = (self._fit_logits + error * np.float32(level)) * np.float32(1 / np.hypot(1, level))
-                found = chosen_experts(self._gate(guess).reshape(shape), preset.top_k)
-                self._recall_curve.append(len(np.intersect1d(truth + owner, found + owner)) / len(truth))
+            error = self._stream(_FIT, 1).standard_normal(self._fit_logits.shape, np.float32)
+            shape = (preset.layers, preset.experts)
+            self._recall_curve = recall_at(
+                self._fit_logits, self._unit, error, NOISE_LEVELS, shape, preset.top_k
+            )
         return float(np.interp(-recall, -np.array(self._recall_curve), NOISE_LEVELS))
 
     def _stream(self, purpose: int, request: int = 0, part: int = 0) -> np.random.Generator:
@@ -176,22 +177,22 @@ class SyntheticRouting:
     def _latents(
         self, rng: np.random.Generator, topic: int, lasting: Floats, n: int, correlation: float
     ) -> tuple[Floats, npt.NDArray[np.int64]]:
-        """Latent vectors [n, D] of n tokens, and their kinds [n]."""
+        """Latent vectors [n, 2·D] of n tokens, the token's beside the context's, and their kinds [n]."""
         shares, tokens = self.preset.shares, self.preset.tokens
         kinds = np.searchsorted(self._kind_cdf, rng.random(n)).clip(max=tokens.kinds - 1)
         # A topic's own order of kinds: the common one, turned by another step for each topic.
         turned = (kinds + (topic + 1) * (tokens.kinds // (tokens.topics + 1))) % tokens.kinds
         kinds = np.where(rng.random(n) < tokens.topical, turned, kinds)
-        latents = drift(rng, n, len(lasting), correlation) * np.float32(np.sqrt(shares.drift))
-        latents += lasting
-        latents += self._kinds[kinds] * np.float32(np.sqrt(shares.token))
-        latents += rng.standard_normal(latents.shape, np.float32) * np.float32(np.sqrt(shares.iteration))
-        return latents, kinds
+        context = drift(rng, n, len(lasting), correlation) * np.float32(np.sqrt(shares.drift))
+        context += lasting
+        context += rng.standard_normal(context.shape, np.float32) * np.float32(np.sqrt(shares.iteration))
+        return np.concatenate((self._kinds[kinds], context), axis=1), kinds
 
     def _logits(self, rng: np.random.Generator, latents: Floats) -> Floats:
-        logits = rng.standard_normal((len(latents), len(self._bias)), np.float32)
+        logits = rng.random((len(latents), len(self._bias)), np.float32)
+        logits -= np.float32(0.5)
         logits *= self._layer_noise
-        logits += latents @ self._readout
+        logits += product(latents, self._readout)
         logits += self._bias
         return logits
 

@@ -1,5 +1,8 @@
-"""The arithmetic of the synthetic generator, on plain arrays. n iterations, L layers, J experts, K chosen, D
-latent."""
+"""The arithmetic of the synthetic generator, on plain arrays.
+
+n iterations, L layers, J experts per layer, K chosen, D latent dimensions. Products are `einsum` rather than
+BLAS: its last bits do not depend on the number of threads, and matrices this small gain nothing from threads.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,20 @@ _DRIFT_BLOCK = 64
 
 
 def readout(rng: np.random.Generator, preset: RoutingPreset) -> Floats:
-    """Matrix [D, L·J] from the latent vector to logits of unit variance."""
-    latent = preset.latent
+    """Matrix [2·D, L·J] from the token's and the context's latent vectors to logits."""
+    latent, shares = preset.latent, preset.shares
     centres = np.linspace(0, preset.layers - 1, latent.dimensions)[:, None]
     near = np.exp(-0.5 * ((np.arange(preset.layers) - centres) / latent.layer_width) ** 2)
     power = latent.global_share + (1 - latent.global_share) * near
     weights = rng.standard_normal((latent.dimensions, preset.layers, preset.experts))
     weights *= np.sqrt(power)[:, :, None]
     weights /= np.sqrt((weights**2).sum(axis=0))
-    return weights.reshape(latent.dimensions, -1).astype(np.float32)
+    known = 1 - np.exp(-(np.arange(preset.layers) + 0.5) / latent.context_layers)
+    context = shares.topic + shares.request + shares.drift + shares.iteration
+    from_token = weights * np.sqrt(shares.token + (1 - known) * context)[:, None]
+    from_context = weights * np.sqrt(known)[:, None]
+    both = np.concatenate((from_token, from_context))
+    return both.reshape(len(both), -1).astype(np.float32)
 
 
 def standardised(values: Doubles, weights: Doubles | None = None) -> Floats:
@@ -33,6 +41,11 @@ def standardised(values: Doubles, weights: Doubles | None = None) -> Floats:
     mean = np.average(values, axis=0, weights=weights)
     spread = np.sqrt(np.average((values - mean) ** 2, axis=0, weights=weights))
     return ((values - mean) / np.where(spread > 0, spread, 1)).astype(np.float32)
+
+
+def product(left: Floats, right: Floats) -> Floats:
+    """Matrix product [n, m] of `left` [n, k] and `right` [k, m]."""
+    return np.asarray(np.einsum("nk,km->nm", left, right))
 
 
 def drift(rng: np.random.Generator, n: int, dimensions: int, correlation: float) -> Floats:
@@ -48,7 +61,7 @@ def drift(rng: np.random.Generator, n: int, dimensions: int, correlation: float)
     for start in range(0, n, _DRIFT_BLOCK):
         block = series[start : start + _DRIFT_BLOCK]
         size = len(block)
-        block[:] = mix[:size, :size] @ block + decay[:size] * before
+        block[:] = product(mix[:size, :size], block) + decay[:size] * before
         before = block[-1]
     return series
 
@@ -57,7 +70,7 @@ def softmax(logits: Floats, experts: int) -> Floats:
     """Rows of J logits to probabilities, in place; logits must stay below 88 (see LARGEST_SCALE)."""
     np.exp(logits, out=logits)
     rows = logits.reshape(-1, experts)
-    rows *= (1 / (rows @ np.ones(experts, np.float32)))[:, None]
+    rows *= (1 / np.einsum("ij->i", rows))[:, None]
     return logits
 
 
@@ -90,9 +103,29 @@ def scale_for_entropy(logits: Floats, preset: RoutingPreset) -> Floats:
         layer = int(np.argmax(np.abs(entropy - goal)))
         raise SettingError(
             f"routing preset {preset.model}: rows.entropy_bits of {goal[layer]:.2f} in layer {layer} is out "
-            f"of reach; the nearest that can be made is {entropy[layer]:.2f}. Choose that or a value beyond it."
+            f"of reach; the nearest that can be made is {entropy[layer]:.2f}. Choose a value beyond that."
         )
     return np.asarray((low + high) / 2, dtype=np.float32)
+
+
+def recall_at(
+    logits: Floats, unit: Floats, error: Floats, levels: tuple[float, ...], shape: tuple[int, int], top_k: int
+) -> list[float]:
+    """Share of the true top K of `logits` [n, L·J] that is left in the top K after `error` [n, L·J] is added.
+
+    The error is `levels` times `unit` [L·J], the size of a standard deviation of each logit.
+    """
+
+    def chosen(values: Floats) -> npt.NDArray[np.int64]:
+        gate = softmax(values, shape[1]).astype(np.float16).reshape(-1, *shape)
+        experts = chosen_experts(gate, top_k).astype(np.int64)
+        return np.asarray(experts + np.repeat(np.arange(len(experts) // top_k), top_k) * shape[1])
+
+    truth, recalls = chosen(logits.copy()), []
+    for level in levels:
+        guess = (logits + error * unit * np.float32(level)) * np.float32(1 / np.hypot(1, level))
+        recalls.append(len(np.intersect1d(truth, chosen(guess), assume_unique=True)) / len(truth))
+    return recalls
 
 
 def prompt_counts(

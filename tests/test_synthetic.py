@@ -1,0 +1,251 @@
+"""The synthetic generator: same bytes in any order, the format's rules, and the presets' statistics."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from finemoe.errors import SettingError
+from finemoe.traces import routing_preset
+from finemoe.traces.routing_check import check_routing
+from finemoe.traces.routing_preset import preset_names
+from finemoe.traces.routing_stats import load_shares, summarise, top_k_mask
+from finemoe.traces.synthetic import SyntheticRouting, load_preset
+from finemoe.traces.synthetic_math import chosen_experts, drift, prompt_counts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from routing_samples import assert_same
+
+NAMES = ["deepseek-v2-lite", "gpt-oss-20b", "mixtral-8x7b", "phi-3.5-moe", "qwen1.5-moe"]
+
+
+@cache
+def source(name: str, seed: int = 0) -> SyntheticRouting:
+    return SyntheticRouting(load_preset(name), seed)
+
+
+def test_presets_have_the_shapes_of_the_models() -> None:
+    assert preset_names() == NAMES
+    shapes = [(26, 64, 6), (24, 32, 4), (32, 8, 2), (32, 16, 2), (24, 60, 4)]
+    for name, shape in zip(NAMES, shapes, strict=True):
+        preset = load_preset(name)
+        assert preset.model == name
+        assert (preset.layers, preset.experts, preset.top_k) == shape
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(NAMES),
+    request=st.integers(0, 10_000),
+    prompt=st.one_of(st.integers(1, 100), st.integers(1000, 14_050)),
+    output=st.one_of(st.integers(1, 4), st.integers(250, 260)),
+    speculation=st.sets(st.integers(1, 23), max_size=2),
+)
+def test_every_request_obeys_the_format(
+    name: str, request: int, prompt: int, output: int, speculation: set[int]
+) -> None:
+    made = source(name)
+    routing = made.routing_for(request, prompt, output, tuple(speculation))
+    check_routing(routing, made.meta, "made", request)
+    assert routing.tokens(made.meta.top_k).tolist() == [prompt] + [1] * (output - 1)
+    assert routing.embedding is not None
+    assert routing.embedding.shape == (output, 64)
+    assert set(routing.speculation) == speculation
+    for distance, rows in routing.speculation.items():
+        assert not rows[:, made.meta.layers - distance :].any()
+    # In decode the experts are the top K of the f16 row, the lower one of equals.
+    flat = routing.experts[routing.offsets[made.meta.layers] :]
+    mask = top_k_mask(routing.gate[1:], made.meta.top_k)
+    assert np.array_equal(flat, np.nonzero(mask)[2])
+
+
+def test_same_bytes_whatever_was_asked_before() -> None:
+    preset = load_preset("mixtral-8x7b")
+    one, other = SyntheticRouting(preset, 5), SyntheticRouting(preset, 5)
+    asked = [(3, 40, 300, ()), (0, 2000, 5, (1, 3)), (7, 1, 1, ()), (3, 40, 300, (2,)), (0, 2000, 5, ())]
+    first = [one.routing_for(*request) for request in asked]
+    for index in (4, 1, 0, 3, 2, 0):
+        assert_same(other.routing_for(*asked[index]), first[index])
+    # Asking for speculation changes nothing else; a distance does not depend on the others asked for.
+    assert first[3].gate.tobytes() == first[0].gate.tobytes()
+    assert first[1].experts.tobytes() == first[4].experts.tobytes()
+    alone = one.routing_for(0, 2000, 5, (3,))
+    assert alone.speculation[3].tobytes() == first[1].speculation[3].tobytes()
+
+
+def test_same_bytes_in_another_process_with_more_threads() -> None:
+    program = (
+        "import hashlib; from finemoe.traces.synthetic import *; "
+        "r = SyntheticRouting(load_preset('phi-3.5-moe'), 11).routing_for(2, 500, 70, (1,)); "
+        "parts = (r.gate, r.experts, r.token_counts, r.offsets, r.embedding, r.speculation[1]); "
+        "print(hashlib.sha256(b''.join(p.tobytes() for p in parts)).hexdigest())"
+    )
+    paths = os.pathsep.join([str(Path(p).resolve()) for p in sys.path if p])
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": count, "OPENBLAS_NUM_THREADS": count},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for count in ("1", "2")
+    }
+    assert len(digests) == 1
+    assert len(digests.pop()) == 65
+
+
+def test_requests_and_seeds_differ() -> None:
+    made = source("mixtral-8x7b")
+    gates = [made.routing_for(i, 10, 3).gate for i in range(3)]
+    gates.append(source("mixtral-8x7b", 1).routing_for(0, 10, 3).gate)
+    assert len({gate.tobytes() for gate in gates}) == 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_statistics_are_those_the_preset_states(name: str) -> None:
+    preset = load_preset(name)
+    for seed in (0, 1):
+        made = source(name, seed)
+        requests = [made.routing_for(i, 200, 201, () if i < 28 else tuple(range(1, 7))) for i in range(40)]
+        rng = np.random.default_rng(0)
+        found = summarise(requests, preset.top_k, distance=3, stored=1000, served=300, rng=rng)
+        for distance, recall in enumerate(preset.speculation_recall, start=1):
+            assert found[f"speculation_recall_{distance}"] == pytest.approx(recall, abs=0.03)
+        bits = preset.rows.entropy_bits
+        stated = np.interp(np.linspace(0, 1, preset.layers), np.linspace(0, 1, len(bits)), bits).mean()
+        assert found["entropy_bits"] == pytest.approx(stated, abs=0.1)
+        assert found.keys() == preset.measured.keys()
+        for key, value in preset.measured.items():
+            assert found[key] == pytest.approx(value, abs=0.03 if value < 1 else 0.1 * value)
+        if name == "gpt-oss-20b":  # measured on its real decode traces
+            assert found["static_hit"] == pytest.approx(0.29, abs=0.03)
+            assert found["previous_hit"] == pytest.approx(0.42, abs=0.03)
+            assert found["nearest_map_hit"] == pytest.approx(0.61, abs=0.03)
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen1.5-moe"])
+def test_load_balances_in_the_long_run_but_not_within_a_request(name: str) -> None:
+    made = source(name)
+    layers, experts, top_k = made.meta.layers, made.meta.experts, made.meta.top_k
+    masks = []
+    for request in range(150):
+        routing = made.routing_for(request, 1, 61)
+        flat = routing.experts[routing.offsets[layers] :].reshape(-1, layers, top_k)
+        mask = np.zeros((60, layers, experts), bool)
+        np.put_along_axis(mask, flat.astype(np.int64), True, axis=2)
+        masks.append(mask)
+    long_run = load_shares(np.concatenate(masks)) * experts
+    alone = np.mean([load_shares(mask).max(axis=1).mean() * experts for mask in masks])
+    assert long_run.min() > 0
+    assert long_run.max(axis=1).mean() - 1 < 0.6 * (alone - 1)
+    if name == "mixtral-8x7b":
+        assert long_run.max() < 2
+        assert long_run.min() > 0.4
+
+
+def test_prompts_of_a_topic_are_alike_in_embedding() -> None:
+    made = source("gpt-oss-20b")
+    rows = [made.routing_for(i, 300, 1).embedding for i in range(120)]
+    units = np.concatenate([np.asarray(row, dtype=np.float32) for row in rows])
+    units /= np.linalg.norm(units, axis=1, keepdims=True)
+    cosines = (units @ units.T)[np.triu_indices(120, 1)]
+    # 16 topics: about one pair in 16 shares one, and these stand apart from all others.
+    alike = (cosines > 0.5).mean()
+    assert alike == pytest.approx(1 / 16, abs=0.02)
+    assert (cosines > 0.42).mean() < alike + 0.005
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_prompt_counts_add_up(data: st.DataObject) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 10_000)))
+    experts = data.draw(st.integers(2, 12))
+    top_k, layers = data.draw(st.integers(1, experts - 1)), data.draw(st.integers(1, 3))
+    drawn = data.draw(st.integers(1, 8))
+    tokens = drawn + data.draw(st.one_of(st.just(0), st.integers(1, 3), st.integers(100, 20_000)))
+    # Tokens that nearly always choose the same experts press against the bound of one visit per token.
+    chosen = top_k_mask(rng.random((drawn, layers, experts)) - 0.3 * np.arange(experts), top_k)
+    sampled = chosen.sum(axis=0)
+    long_run = sampled / sampled.sum(axis=1, keepdims=True)
+    counts = prompt_counts(rng, sampled, long_run, tokens, top_k, 2.0)
+    assert (counts.sum(axis=1) == tokens * top_k).all()
+    assert (counts >= sampled).all()
+    assert counts.max() <= tokens
+
+
+def test_drift_has_unit_variance_and_the_stated_correlation() -> None:
+    series = drift(np.random.default_rng(0), 20_000, 4, 0.6)
+    assert series.std(axis=0) == pytest.approx(1, abs=0.05)
+    for lag in (1, 2, 3):
+        measured = (series[lag:] * series[:-lag]).mean()
+        assert measured == pytest.approx(0.6**lag, abs=0.03)
+    assert drift(np.random.default_rng(0), 0, 4, 0.6).shape == (0, 4)
+
+
+def test_equal_probabilities_choose_the_lower_expert() -> None:
+    gate = np.array([[0.2, 0.3, 0.2, 0.3], [0.25] * 4, [0, 0, 0, 1]], dtype=np.float16)
+    assert chosen_experts(gate, 2).reshape(3, 2).tolist() == [[1, 3], [0, 1], [0, 3]]
+
+
+def test_lengths_and_distances_out_of_range_are_refused() -> None:
+    made = source("mixtral-8x7b")
+    for lengths in ((0, 5), (5, 0), (-1, 5)):
+        with pytest.raises(SettingError, match="both must be at least 1"):
+            made.routing_for(0, *lengths)
+    for distance in (0, 32):
+        with pytest.raises(SettingError, match="choose from 1 … 31"):
+            made.routing_for(0, 1, 1, (distance,))
+
+
+def test_a_preset_of_the_users_own(tmp_path: Path) -> None:
+    own = tmp_path / "own.toml"
+    own.write_bytes((Path(routing_preset.__file__).parent / "presets" / "mixtral-8x7b.toml").read_bytes())
+    assert load_preset(own) == load_preset("mixtral-8x7b")
+    own.write_text("layers = = 3")
+    with pytest.raises(SettingError, match=r"own\.toml"):
+        load_preset(own)
+    with pytest.raises(SettingError, match="neither a file nor one of deepseek-v2-lite"):
+        load_preset("mixtral-9x9b")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("layers = 32", "layers = 32\nshape = 3", "unknown field `shape`"),
+        ("topics = 16", "topics = 16\ncolour = 1", "unknown field `colour`"),
+        ("layers = 32", 'layers = "many"', "Expected `int`"),
+        ("layers = 32", "", "missing required field `layers`"),
+        ("layers = 32", "layers = 0", "layers must be at least 1"),
+        ("top_k = 2", "top_k = 8", "top_k < experts"),
+        ("topic = 0.03", "topic = 0.5", "shares: sum to"),
+        ("request = 0.02", "request = -0.02", "no share may be negative"),
+        ("layer_width = 4.0", "layer_width = 0.0", "layer_width must be positive"),
+        ("context_layers = 1.5", "context_layers = 0.0", "context_layers must be positive"),
+        ("global_share = 0.2", "global_share = 1.5", "global_share must be in"),
+        ("drift_correlation = 0.5", "drift_correlation = 1.0", "drift_correlation must be in"),
+        ("kinds = 1000", "kinds = 1", "kinds ≥ 2"),
+        ("entropy_bits = [2.2]", "entropy_bits = [3.0]", "entropy_bits must be between 0 and"),
+        ("recall = [0.84", "recall = [0.2", "above chance"),
+        ('label = "MEASURED"', 'label = "GUESSED"', "GUESSED"),
+    ],
+)
+def test_presets_that_make_no_sense_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    text = (Path(routing_preset.__file__).parent / "presets" / "mixtral-8x7b.toml").read_text()
+    assert old in text
+    (tmp_path / "own.toml").write_text(text.replace(old, new, 1))
+    with pytest.raises(SettingError, match=message):
+        load_preset(tmp_path / "own.toml")
+
+
+def test_rows_sharper_than_can_be_made_are_refused() -> None:
+    preset = load_preset("mixtral-8x7b")
+    sharp = msgspec.structs.replace(preset, rows=msgspec.structs.replace(preset.rows, entropy_bits=(0.01,)))
+    with pytest.raises(SettingError, match="out of reach"):
+        SyntheticRouting(sharp, 0)
