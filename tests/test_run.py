@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from finemoe import simulate
 from finemoe.errors import CapacityError, SettingError
-from finemoe.serving.progress import Progress
 from finemoe.sim.plan import Cell, Plan, make_plan
 from finemoe.sim.run import Interrupted, OnProgress
 from finemoe.sim.settings import resolve
+from finemoe.sim.world import Progress
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_results_of_a_run(trace: Path, tmp_path: Path) -> None:
     assert iterations.num_rows == run.iterations
     assert sum(iterations.column("tokens").to_pylist()) == 5 * 39 + sum(20 + i for i in range(5))
     assert all(cell.system.name == "lru" for cell, _ in seen)
-    assert all(progress.total_output_tokens == 200 for _, progress in seen)
+    assert all(progress.requests == 5 for _, progress in seen)
     assert json.loads(results.to_json())["runs"][0]["policy"] == "lru"
 
 
