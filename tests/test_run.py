@@ -123,6 +123,18 @@ def test_warm_up_requests_are_served_and_not_counted(trace: Path, tmp_path: Path
     assert counted == [False] * 4 + [True] * 2
 
 
+def test_an_offline_run_has_no_queue(trace: Path, tmp_path: Path) -> None:
+    results = simulate(trace, model="gpt-oss-20b", offline=True, output=tmp_path / "out")
+    run = results.runs[0]
+    assert (run.requests, results.trace["training_requests"]) == (6, 14)
+    assert run.queue_s.mean is None
+    assert run.load.overload_factor is None
+    assert run.ttft_s == run.ttft_service_s
+    iterations = pq.read_table(tmp_path / "out" / "iterations.parquet")
+    assert set(iterations.column("batch").to_pylist()) == {1}
+    assert run.counters["searches"] > 0  # the store is not empty: its first iteration searches already
+
+
 def test_routing_of_another_shape_is_refused(trace: Path, tmp_path: Path) -> None:
     preset = Path(__file__).resolve().parents[1] / "traces" / "presets" / "gpt-oss-20b.toml"
     with pytest.raises(
