@@ -6,6 +6,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from .replay import replay_command
 from .shell import help_without_command, run, show_version
 from .simulate import simulate_command
 from .systems import systems_command
@@ -19,6 +20,7 @@ app = typer.Typer(
     help="Simulate expert offloading policies for Mixture-of-Experts serving.",
 )
 app.command("sim", help="Simulate serving a request trace; the same as finemoe-sim.")(simulate_command)
+app.command("replay", help="Feed recorded decisions to a fresh core and compare.")(replay_command)
 app.command("systems", help="List the systems that --policy accepts.")(systems_command)
 app.add_typer(trace_app, name="trace")
 

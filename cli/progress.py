@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-    from ..serving.progress import Progress
     from ..sim.plan import Cell, Plan
+    from ..sim.world import Progress
 
 
 class ProgressBar:
@@ -60,13 +60,13 @@ class ProgressBar:
         speed = (
             f"{progress.simulated_s:,.0f} s simulated, {progress.iterations / elapsed_s:,.0f} iterations/s"
         )
-        self._bar.update(self._task, completed=progress.output_tokens, speed=speed)
+        self._bar.update(self._task, completed=progress.finished, speed=speed)
 
     def _start(self, bar: RichProgress, cell: Cell, progress: Progress) -> None:
         if self._task is not None:
             bar.remove_task(self._task)
         place = next(i for i, one in enumerate(self._cells, 1) if one is cell)
         title = f"{place}/{len(self._cells)} {cell.system.name} {cell.expert_cache}"
-        self._task = bar.add_task(title, total=progress.total_output_tokens, speed="")
+        self._task = bar.add_task(title, total=progress.requests, speed="")
         self._cell = cell
         self._began_s = time.perf_counter()

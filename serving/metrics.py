@@ -139,11 +139,11 @@ def summarize(
 ) -> CellSummary:
     """The figures of one finished run.
 
-    `counters` are the core's, over the whole run; `per_layer` has its "activated" and "hits", [2, L],
-    prefill first; `memory_bytes` is the peak per purpose; `busy_s["link"]` sums the links' busy seconds
-    over `devices` links. Steps count from the admission of the first counted request on, so that a warm-up
-    is left out of every rate. In an offline run there is no queue: queue time and load are null, and TTFT
-    is service TTFT.
+    `counters` are the core's, over the whole run, "wasted_bytes" including what was left over at its end;
+    `per_layer` has its "activated" and "hits", [2, L], prefill first; `memory_bytes` is the peak per
+    purpose; `busy_s["link"]` sums the links' busy seconds over `devices` links. Steps count from the
+    admission of the first counted request on, so that a warm-up is left out of every rate. In an offline
+    run there is no queue: queue time and load are null, and TTFT is service TTFT.
     """
     rows = requests.table()
     rows = rows[rows["counted"]]
@@ -193,10 +193,7 @@ def summarize(
         hit_rate_by_layer_decode=by_layer(1),
         prefetch_bytes=counters["prefetch_bytes"],
         prefetch_useful_bytes=counters["useful_bytes"],
-        # The core counts waste when it evicts or drops; what is left over at the end is waste as well.
-        prefetch_wasted_bytes=max(
-            counters["wasted_bytes"], counters["prefetch_bytes"] - counters["useful_bytes"]
-        ),
+        prefetch_wasted_bytes=counters["wasted_bytes"],
         demand_bytes=int(steps["demand_bytes"].sum()),
         stall_share=_share(total("stall_s"), span),
         search_wait_share=_share(total("search_wait_s"), span),

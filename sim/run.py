@@ -11,11 +11,10 @@ import msgspec
 from .. import __version__
 from ..errors import CapacityError
 from ..serving.metrics import CellSummary, summarize
-from ..serving.progress import Progress
 from ..serving.results import Results, ResultsWriter
 from .plan import Cell, Plan, make_plan
 from .settings import resolve, to_toml
-from .world import CellInputs, CellOutcome, run_cell
+from .world import CellInputs, CellOutcome, Progress, run_cell
 
 RESULTS_ROOT = Path("finemoe-results")
 
@@ -119,7 +118,7 @@ def _run(plan: Plan, cell: Cell, on_progress: OnProgress | None) -> tuple[CellSu
         counters=outcome.counters,
         per_layer=outcome.per_layer,
         memory_bytes=outcome.memory_bytes,
-        busy_s=outcome.busy,
+        busy_s=outcome.busy_s,
         devices=plan.profile.devices,
         simulated_s=outcome.simulated_s,
         wall_s=wall_s,

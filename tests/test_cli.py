@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from finemoe.cli.simulate import simulate_command
 from finemoe.sim.settings import RunSettings
@@ -196,7 +198,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 def test_ctrl_c_keeps_finished_cells(tmp_path: Path) -> None:
     """The first cell is short, the second, on one slot per device, long enough to be interrupted."""
     trace = tmp_path / "trace.csv"
-    rows = "".join(f"{i / 100},2000,1000\n" for i in range(64))
+    rows = "".join(f"{i / 100},500,300\n" for i in range(16))
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
     arguments = command(
         *("--trace", str(trace), "--model", "gpt-oss-20b", "--policy", "no-offload,finemoe", "--json"),
@@ -305,3 +307,38 @@ def test_a_closed_pipe_is_no_traceback(trace: Path) -> None:
         assert process.stderr is not None
         process.stdout.close()
         assert "Traceback" not in process.stderr.read()
+
+
+def test_replay_is_identical_or_names_the_event(trace: Path) -> None:
+    """Each cell of a grid is replayed; a load that is moved to another slot by hand is caught there."""
+    assert run(*small(trace, "--policy", "lru,finemoe", "--output", "out"), cwd=trace.parent).returncode == 0
+    done = run("replay", "out", code=VERB, cwd=trace.parent)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
+        "out/finemoe-24GB/decisions.parquet",
+        "out/lru-24GB/decisions.parquet",
+    ]
+    assert done.stdout.count("identical") == 2
+
+    log = trace.parent / "out" / "lru-24GB" / "decisions.parquet"
+    table = pq.read_table(log)
+    place = table.column("kind").to_pylist().index("Load")
+    slots = table.column("slot").to_pylist()
+    slots[place] += 1
+    field = table.schema.field("slot")
+    altered = table.set_column(table.schema.get_field_index("slot"), field, pa.array(slots, field.type))
+    pq.write_table(altered, log)
+    done = run("replay", str(log), code=VERB)
+    assert done.returncode == 1
+    assert f"DIFFERS at #{place} in iteration 0" in done.stdout
+    assert f"slot={slots[place]}" in next(line for line in done.stdout.splitlines() if "  logged" in line)
+    assert f"slot={slots[place] - 1}" in done.stdout.splitlines()[-1]
+
+
+def test_replay_without_a_log_is_bad_input(trace: Path) -> None:
+    assert run(*small(trace, "--decisions", "none", "--output", "out"), cwd=trace.parent).returncode == 0
+    for place in ("out", "absent"):
+        done = run("replay", place, code=VERB, cwd=trace.parent)
+        assert done.returncode == 2
+        assert done.stderr.startswith("finemoe: error: ")
+        assert done.stderr.count("\n") == 1

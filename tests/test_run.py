@@ -9,10 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from finemoe import simulate
 from finemoe.errors import CapacityError, SettingError
-from finemoe.serving.progress import Progress
 from finemoe.sim.plan import Cell, Plan, make_plan
 from finemoe.sim.run import Interrupted, OnProgress
 from finemoe.sim.settings import resolve
+from finemoe.sim.world import Progress
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_results_of_a_run(trace: Path, tmp_path: Path) -> None:
     assert iterations.num_rows == run.iterations
     assert sum(iterations.column("tokens").to_pylist()) == 5 * 39 + sum(20 + i for i in range(5))
     assert all(cell.system.name == "lru" for cell, _ in seen)
-    assert all(progress.total_output_tokens == 200 for _, progress in seen)
+    assert all(progress.requests == 5 for _, progress in seen)
     assert json.loads(results.to_json())["runs"][0]["policy"] == "lru"
 
 
@@ -121,6 +121,18 @@ def test_warm_up_requests_are_served_and_not_counted(trace: Path, tmp_path: Path
     assert any("include the warm-up" in note for note in results.runs[0].notes)
     counted = pq.read_table(tmp_path / "out" / "requests.parquet").column("counted").to_pylist()
     assert counted == [False] * 4 + [True] * 2
+
+
+def test_an_offline_run_has_no_queue(trace: Path, tmp_path: Path) -> None:
+    results = simulate(trace, model="gpt-oss-20b", offline=True, output=tmp_path / "out")
+    run = results.runs[0]
+    assert (run.requests, results.trace["training_requests"]) == (6, 14)
+    assert run.queue_s.mean is None
+    assert run.load.overload_factor is None
+    assert run.ttft_s == run.ttft_service_s
+    iterations = pq.read_table(tmp_path / "out" / "iterations.parquet")
+    assert set(iterations.column("batch").to_pylist()) == {1}
+    assert run.counters["searches"] > 0  # the store is not empty: its first iteration searches already
 
 
 def test_routing_of_another_shape_is_refused(trace: Path, tmp_path: Path) -> None:
