@@ -118,11 +118,10 @@ void bind_feed(py::module_& m) {
         .def(
             "foresee",
             [](Feed& feed, Core& core, std::int64_t step, const std::vector<std::int64_t>& requests,
-               const std::vector<std::int64_t>& from, int count, double time_s) {
-                return feed.foresee(core, step, requests, from, count, time_s);
-            },
-            py::arg("core"), py::arg("step"), py::arg("requests"), py::arg("from_iteration"), py::arg("count"),
-            py::arg("time_s") = 0.0, py::call_guard<py::gil_scoped_release>());
+               const std::vector<std::int64_t>& from, int count,
+               double time_s) { return feed.foresee(core, step, requests, from, count, time_s); },
+            py::arg("core"), py::arg("step"), py::arg("requests"), py::arg("from_iteration"),
+            py::arg("count"), py::arg("time_s") = 0.0, py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace finemoe::bindings

@@ -6,8 +6,8 @@ namespace finemoe::bindings {
 
 namespace {
 
-// One iteration's searches: the semantic one (with an embedding), then the trajectory search after each layer that
-// has a target. Returns (place, score) of each.
+// One iteration's searches: the semantic one (with an embedding), then the trajectory search after each layer
+// that has a target. Returns (place, score) of each.
 std::vector<std::pair<int, float>> search_iteration(Searcher& searcher, const py::object& gate,
                                                     const py::object& embedding) {
     const auto gates = to_halves(gate);
@@ -59,8 +59,9 @@ void fill(Searcher& searcher, const py::object& gate, const py::object& embeddin
 py::tuple store_tuple(const StoreContents& s, const CoreConfig& c) {
     const auto n = static_cast<py::ssize_t>(s.written.size());
     return py::make_tuple(halves_array(s.maps, {n, c.layers, c.experts}),
-                          c.embedding_width > 0 ? py::object(halves_array(s.embeddings, {n, c.embedding_width}))
-                                                : py::object(py::none()),
+                          c.embedding_width > 0
+                              ? py::object(halves_array(s.embeddings, {n, c.embedding_width}))
+                              : py::object(py::none()),
                           s.written);
 }
 

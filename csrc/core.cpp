@@ -136,8 +136,8 @@ StoreContents Core::store_contents() {
 
 Counters Core::counters() {
     const std::scoped_lock lock(mutex_);
-    counters_.unused_bytes =
-        config_.expert_bytes * std::count_if(experts_.begin(), experts_.end(), [](const Expert& e) { return e.unused; });
+    counters_.unused_bytes = config_.expert_bytes * std::count_if(experts_.begin(), experts_.end(),
+                                                                  [](const Expert& e) { return e.unused; });
     return counters_;
 }
 

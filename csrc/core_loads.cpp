@@ -37,8 +37,9 @@ std::uint64_t Core::settle(double time_s) {
     }
     emitted_.clear();
     std::uint64_t mask = (forward_outbox_.empty() ? 0 : kForwardPending) |
-                         (search_outbox_.empty() ? 0 : kSearchPending) | (chunk_missing_ == 0 ? kChunkReady : 0) |
-                         (chunk_.empty() ? 0 : kChunkOpen) | (rest_.empty() ? 0 : kMoreChunks);
+                         (search_outbox_.empty() ? 0 : kSearchPending) |
+                         (chunk_missing_ == 0 ? kChunkReady : 0) | (chunk_.empty() ? 0 : kChunkOpen) |
+                         (rest_.empty() ? 0 : kMoreChunks);
     for (std::size_t g = 0; g < device_outbox_.size(); ++g) {
         mask |= device_outbox_[g].empty() ? 0 : std::uint64_t{1} << (kDeviceShift + g);
     }

@@ -1,4 +1,5 @@
-// The oracle's prefetch: the next expert that will be missing, in exchange for one that is needed later than it.
+// The oracle's prefetch: the next expert that will be missing, in exchange for one that is needed later than
+// it.
 #include <algorithm>
 
 #include "core.hpp"

@@ -113,7 +113,8 @@ std::uint64_t Feed::gate(Core& core, int layer, double time_s) {
 std::uint64_t Feed::foresee(Core& core, std::int64_t step, std::span<const std::int64_t> requests,
                             std::span<const std::int64_t> from, int count, double time_s) {
     need(requests.size() == from.size(), "one iteration per request");
-    std::vector<std::vector<ExpertId>> required(static_cast<std::size_t>(count) * static_cast<std::size_t>(layers_));
+    std::vector<std::vector<ExpertId>> required(static_cast<std::size_t>(count) *
+                                                static_cast<std::size_t>(layers_));
     std::vector<char> seen(static_cast<std::size_t>(experts_));
     for (std::size_t i = 0; i < required.size(); ++i) {
         const auto ahead = static_cast<std::int64_t>(i) / layers_;

@@ -15,7 +15,7 @@ namespace finemoe {
 // One request's routing (traces/routing.py: RequestRouting), not owned.
 struct RequestRoutingView {
     std::int64_t iterations = 0;
-    std::span<const std::uint16_t> gate;    // f16 [n, L, J]
+    std::span<const std::uint16_t> gate;     // f16 [n, L, J]
     std::span<const std::uint16_t> experts;  // ascending per (iteration, layer)
     std::span<const std::int32_t> token_counts;
     std::span<const std::int64_t> offsets;     // [n · L + 1]
@@ -40,8 +40,8 @@ class Feed {
 
     // [L, J]: tokens per expert of the selected step
     const std::vector<std::int32_t>& token_counts() const { return counts_; }
-    // Tells the core what `count` iterations from `step` on will require: of each request its iteration `from`,
-    // from + 1, … as long as it lasts.
+    // Tells the core what `count` iterations from `step` on will require: of each request its iteration
+    // `from`, from + 1, … as long as it lasts.
     std::uint64_t foresee(Core& core, std::int64_t step, std::span<const std::int64_t> requests,
                           std::span<const std::int64_t> from, int count, double time_s);
 
