@@ -1,0 +1,279 @@
+"""Searches of the map store against what one would write without it, on one thread.
+
+Trajectory: all searches of one iteration of one request (layers 0 … L − d − 1), maps of the synthetic presets,
+C = 1K and 32K. Contenders, each giving the best map of every layer:
+  cosine  torch.nn.functional.cosine_similarity, float32, of the query's prefix with the stored prefix [C, m·J]
+  BLAS    one matrix-vector product per layer on the stored prefix, prefix norms known; the fastest of NumPy and
+          torch, each on maps stored by rows ([C, L·J]) and by features ([L·J, C])
+Plain pass: the fastest single read of the same bytes that the installed libraries offer (np.sum, np.max,
+torch.sum, BLAS sasum).
+Semantic: one search, against the fastest matrix-vector product over the same bytes with the same argmax.
+
+Ratios are of least times over interleaved repeats. What is timed of ours is the whole call from Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import measure  # first: it sets the number of threads
+
+import numpy as np
+import torch
+from scipy.linalg import blas
+
+from finemoe.policy.core import Searcher, core_options, make_config
+from finemoe.policy.models import load_model_spec
+from finemoe.policy.systems import find_system
+from finemoe.traces.routing_preset import load_preset
+from finemoe.traces.synthetic import SyntheticRouting
+
+MODELS = ("mixtral-8x7b", "qwen1.5-moe", "phi-3.5-moe")
+WIDTHS = (64, 2048, 4096)
+COSINE_TARGET, BLAS_TARGET, PASS_TARGET, GEMV_TARGET = 100.0, 15.0, 2.0, 2.0
+REQUEST_ITERATIONS = 256
+QUERIES = 8
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's shape and its prefetch distance."""
+
+    name: str
+    layers: int
+    experts: int
+    top_k: int
+    distance: int
+
+    @property
+    def searched(self) -> int:
+        """Layers with a trajectory search."""
+        return self.layers - self.distance
+
+
+def shape_of(name: str) -> Shape:
+    """Shape of a model of the paper."""
+    model = load_model_spec(name)
+    return Shape(name, model.layers, model.experts, model.top_k, model.prefetch_distance)
+
+
+def maps_of(shape: Shape, count: int, seed: int) -> np.ndarray[Any, np.dtype[np.float16]]:
+    """f16 [count, L, J]: the first `count` iterations of the model's synthetic requests."""
+    routing = SyntheticRouting(load_preset(shape.name), seed)
+    parts = []
+    for request in range(-(-count // REQUEST_ITERATIONS)):
+        parts.append(routing.routing_for(request, 16, REQUEST_ITERATIONS).gate)
+    return np.concatenate(parts)[:count]
+
+
+def searcher(shape: Shape, capacity: int, width: int, *, trajectory: bool) -> Searcher:
+    """An empty store of that capacity that makes one kind of search."""
+    options = core_options(
+        find_system("finemoe"),
+        layers=shape.layers,
+        experts=shape.experts,
+        top_k=shape.top_k,
+        devices=1,
+        slots_per_device=1,
+        expert_bytes=1,
+        prefetch_distance=shape.distance,
+        store_capacity=capacity,
+        embedding_width=width,
+        embedding_work=width,
+    )
+    return Searcher(make_config(options | {"trajectory": trajectory, "semantic": not trajectory}))
+
+
+class Turns:
+    """The queries in turn, so that no contender sees the same one twice running."""
+
+    def __init__(self, queries: list[Any], call: Callable[[Any], object]) -> None:
+        self._queries = queries
+        self._call = call
+        self._next = self._turns()
+
+    def _turns(self) -> Iterator[Any]:
+        while True:
+            yield from self._queries
+
+    def __call__(self) -> object:
+        return self._call(next(self._next))
+
+
+def trajectory(shape: Shape, capacity: int, repeats: int) -> dict[str, float]:
+    """Least seconds of each contender for one iteration."""
+    drawn = maps_of(shape, capacity + QUERIES, seed=1)
+    half, queries = drawn[:capacity], list(drawn[capacity:])
+    store = searcher(shape, capacity, 0, trajectory=True)
+    store.fill(half, None)
+    width = shape.layers * shape.experts
+    by_rows: Floats = half.astype(np.float32).reshape(capacity, width)
+    by_features = np.ascontiguousarray(by_rows.T)
+    squares = np.cumsum(by_rows.astype(np.float64) ** 2, axis=1)[:, shape.experts - 1 :: shape.experts]
+    inverse = np.ascontiguousarray((1.0 / np.sqrt(squares)).T.astype(np.float32))
+    ends = [(m + 1) * shape.experts for m in range(shape.searched)]
+    rows_t, features_t, inverse_t = (torch.from_numpy(a) for a in (by_rows, by_features, inverse))
+    wide = [query.astype(np.float32).reshape(-1) for query in queries]
+    wide_t = [torch.from_numpy(query) for query in wide]
+
+    def cosine(query: torch.Tensor) -> list[int]:
+        similarity = torch.nn.functional.cosine_similarity
+        return [int(similarity(query[None, :end], rows_t[:, :end], dim=1).argmax()) for end in ends]
+
+    def numpy_rows(query: Floats) -> list[int]:
+        return [int(((by_rows[:, :e] @ query[:e]) * inverse[m]).argmax()) for m, e in enumerate(ends)]
+
+    def numpy_features(query: Floats) -> list[int]:
+        return [int(((query[:e] @ by_features[:e]) * inverse[m]).argmax()) for m, e in enumerate(ends)]
+
+    def torch_rows(query: torch.Tensor) -> list[int]:
+        return [int((torch.mv(rows_t[:, :e], query[:e]) * inverse_t[m]).argmax()) for m, e in enumerate(ends)]
+
+    def torch_features(query: torch.Tensor) -> list[int]:
+        return [
+            int((torch.mv(features_t[:e].T, query[:e]) * inverse_t[m]).argmax()) for m, e in enumerate(ends)
+        ]
+
+    agree(store, queries[0], [cosine(wide_t[0]), numpy_rows(wide[0]), torch_features(wide_t[0])])
+    read = by_features[: shape.searched * shape.experts].reshape(-1)
+    contenders: dict[str, Callable[[], object]] = {
+        "finemoe": Turns(queries, lambda query: store.search_iteration(query, None)),
+        **plain_passes(read),
+    }
+    if capacity <= 1024:
+        contenders |= {
+            "cosine": Turns(wide_t, cosine),
+            "BLAS numpy rows": Turns(wide, numpy_rows),
+            "BLAS numpy features": Turns(wide, numpy_features),
+            "BLAS torch rows": Turns(wide_t, torch_rows),
+            "BLAS torch features": Turns(wide_t, torch_features),
+        }
+    return measure.interleaved(contenders, repeats)
+
+
+def agree(store: Searcher, query: Any, found: list[list[int]]) -> None:
+    """Every contender must find the same maps, rounding aside."""
+    ours = [place for place, _ in store.search_iteration(query, None)]
+    for theirs in found:
+        alike = sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+        if alike < 0.9:
+            raise SystemExit(f"the contenders find different maps: {alike:.0%} alike")
+
+
+def plain_passes(read: Floats) -> dict[str, Callable[[], object]]:
+    """Ways to read the bytes once."""
+    tensor = torch.from_numpy(read)
+    return {
+        "pass np.sum": read.sum,
+        "pass np.max": read.max,
+        "pass torch.sum": tensor.sum,
+        "pass BLAS sasum": lambda: blas.sasum(read),
+    }
+
+
+def semantic(width: int, capacity: int, repeats: int) -> dict[str, float]:
+    """Least seconds of one semantic search, and of matrix-vector products over the same bytes."""
+    shape = Shape("semantic", 2, 2, 1, 1)
+    rng = np.random.default_rng(2)
+    embeddings = rng.standard_normal((capacity + QUERIES, width), np.float32).astype(np.float16)
+    gate = np.full((1, 2, 2), 0.5, np.float16)
+    store = searcher(shape, capacity, width, trajectory=False)
+    store.fill(np.repeat(gate, capacity, axis=0), embeddings[:capacity])
+    unit = embeddings.astype(np.float32)
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    rows = np.ascontiguousarray(unit[:capacity])
+    features = np.ascontiguousarray(rows.T)
+    queries, halves = list(unit[capacity:]), list(embeddings[capacity:])
+    rows_t, features_t = torch.from_numpy(rows), torch.from_numpy(features)
+    queries_t = [torch.from_numpy(query) for query in queries]
+    if store.search_iteration(gate[0], halves[0])[0][0] != int((rows @ queries[0]).argmax()):
+        raise SystemExit("the contenders find different embeddings")
+    return measure.interleaved(
+        {
+            "finemoe": Turns(halves, lambda query: store.search_iteration(gate[0], query)),
+            "GEMV numpy rows": Turns(queries, lambda query: (rows @ query).argmax()),
+            "GEMV numpy features": Turns(queries, lambda query: (query @ features).argmax()),
+            "GEMV torch rows": Turns(queries_t, lambda query: torch.mv(rows_t, query).argmax()),
+            "GEMV torch features": Turns(queries_t, lambda query: torch.mv(features_t.T, query).argmax()),
+        },
+        repeats,
+    )
+
+
+def fastest(least: dict[str, float], kind: str) -> tuple[str, float]:
+    """Name and seconds of the fastest contender of a kind."""
+    return min(((n, s) for n, s in least.items() if n.startswith(kind)), key=lambda pair: pair[1])
+
+
+def line(what: str, against: str, ratio: float, target: float, *, at_least: bool, ours_s: float) -> None:
+    met = ratio >= target if at_least else ratio <= target
+    sign = "≥" if at_least else "≤"
+    print(
+        f"| {what} | {against} | {ratio:.2f} | {sign} {target:g} | {'met' if met else 'MISSED'} | {ours_s * 1e6:.1f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=200, help="of the small cases; large ones take a tenth")
+    parser.add_argument("--small", action="store_true", help="C = 1K only")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{measure.machine()}; BLAS of NumPy: {blas_of_numpy()}; torch {torch.__version__}")
+    print("| search | against | ratio | target | | µs of ours, this run |")
+    print("|---|---|---|---|---|---|")
+    for name in MODELS:
+        shape = shape_of(name)
+        least = trajectory(shape, 1000, args.repeats)
+        what, ours_s = f"trajectory, {name}, C = 1K", least["finemoe"]
+        line(
+            what, "torch cosine_similarity", least["cosine"] / ours_s, COSINE_TARGET, at_least=True, ours_s=ours_s
+        )
+        against, seconds = fastest(least, "BLAS")
+        line(what, against, seconds / ours_s, BLAS_TARGET, at_least=True, ours_s=ours_s)
+    sizes = (1000,) if args.small else (1000, 32_768)
+    for name in () if args.small else MODELS:
+        least = trajectory(shape_of(name), 32_768, args.repeats // 10)
+        against, seconds = fastest(least, "pass")
+        line(
+            f"trajectory, {name}, C = 32K",
+            against,
+            least["finemoe"] / seconds,
+            PASS_TARGET,
+            at_least=False,
+            ours_s=least["finemoe"],
+        )
+    for capacity in sizes:
+        for width in WIDTHS:
+            large = capacity * width > 10_000_000
+            least = semantic(width, capacity, args.repeats // 10 if large else args.repeats)
+            against, seconds = fastest(least, "GEMV")
+            line(
+                f"semantic, h = {width}, C = {'1K' if capacity == 1000 else '32K'}",
+                against,
+                least["finemoe"] / seconds,
+                GEMV_TARGET,
+                at_least=False,
+                ours_s=least["finemoe"],
+            )
+
+
+def blas_of_numpy() -> str:
+    """Name and version of the library, and its kernel where threadpoolctl is there to tell."""
+    built = np.show_config(mode="dicts")["Build Dependencies"]["blas"]  # type: ignore[index]
+    name = f"{built['name']} {built['version']}"
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return name
+    kernels = {pool.get("architecture", "?") for pool in threadpool_info() if pool["user_api"] == "blas"}
+    return f"{name} ({', '.join(sorted(kernels))} kernels)"
+
+
+if __name__ == "__main__":
+    main()
