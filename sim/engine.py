@@ -60,32 +60,31 @@ class Engine:
         self.links = [
             Link(env, core, device, profile, self._copies, self.deliver) for device in range(profile.devices)
         ]
+        self._link_of = {1 << device: link for device, link in enumerate(self.links)}
         self.worker = SearchWorker(env, core, profile, self.deliver)
         self.foresight = Foresight(core, feed, model.layers) if system.predictor == "oracle" else None
         self.log = IterationLog()
         self.compute_s = 0.0
         self._stall_s = 0.0
         self._mask = 0
-        self._wake: simpy.Event | None = None
+        self._timer = Timer(env, ENGINE)
+        self._wake = Timer(env, ENGINE)
+        self._asleep = False
         self._totals = core.totals()
 
     def deliver(self, mask: int) -> None:
         """Hand the core's commands to those who carry them out, and wake the forward pass where it can go on."""
         if mask & _OUTBOXES:
             devices = mask >> DEVICE_SHIFT
-            if devices:
-                for link in self.links:
-                    if devices & 1:
-                        link.drain()
-                    devices >>= 1
+            while devices:
+                self._link_of[devices & -devices].drain()
+                devices &= devices - 1
             if mask & SEARCH_PENDING:
                 self.worker.drain()
-        if self._wake is not None and (mask & CHUNK_READY or self._as_ready):
+        if self._asleep and (mask & CHUNK_READY or self._as_ready):
+            self._asleep = False
             self._mask = mask
-            wake, self._wake = self._wake, None
-            wake._ok = True
-            wake._value = None
-            self._env.schedule(wake, ENGINE)
+            self._wake.fire()
 
     def iterate(self, step: Step) -> Process:
         """One step of the scheduler, all layers."""
@@ -105,7 +104,7 @@ class Engine:
         attention_s = self._compute.attention_s(tokens, context, score_pairs=pairs)
         overhead_s = self._compute.iteration_overhead_s(tokens, len(states), context, score_pairs=pairs)
         slow_attention_s = attention_s * self._slowdown
-        first_link = self.links[0]
+        first_link, start = self.links[0], self._timer.start
 
         mask = feed.begin_iteration(core, env.now)
         if mask & _OUTBOXES:
@@ -113,7 +112,7 @@ class Engine:
         for layer in range(self._layers):
             layer_s = slow_attention_s if first_link.busy else attention_s
             self.compute_s += layer_s
-            yield Timer(env, layer_s, ENGINE)
+            yield start(layer_s)
             mask = feed.gate(core, layer, env.now)
             if mask & _OUTBOXES:
                 self.deliver(mask)
@@ -125,7 +124,7 @@ class Engine:
             else:
                 yield from self._chunks(layer, mask, expert_s[layer], tokens, counts[layer].tolist())
         self.compute_s += overhead_s
-        yield Timer(env, overhead_s, ENGINE)
+        yield start(overhead_s)
         mask = core.end_iteration(env.now)
         if mask & _OUTBOXES:
             self.deliver(mask)
@@ -136,7 +135,7 @@ class Engine:
         if self._copies.in_flight:
             seconds *= self._slowdown
         self.compute_s += seconds
-        return Timer(self._env, seconds, ENGINE)
+        return self._timer.start(seconds)
 
     def _chunks(self, layer: int, mask: int, whole_s: float, tokens: int, counts: list[int]) -> Process:
         """A layer that has to wait for loads, or that goes through in several parts."""
@@ -149,8 +148,8 @@ class Engine:
             part = core.chunk_ready() if in_parts or (self._as_ready and not ready) else []
             if not ready and not part:
                 began_s = env.now
-                self._wake = simpy.Event(env)
-                yield self._wake
+                self._asleep = True
+                yield self._wake.wait()
                 self._stall_s += env.now - began_s
                 mask = self._mask
                 continue

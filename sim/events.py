@@ -12,17 +12,34 @@ LOADED, PAUSED, SEARCH_DONE, ENGINE, ARRIVAL = 2, 3, 4, 5, 6
 
 
 class Timer(simpy.Event):
-    """Fires `delay_s` from now with one of the priorities above (`simpy.Timeout` knows no priority)."""
+    """An event with a priority that can be started again once it has fired.
+
+    `simpy.Timeout` knows no priority and is made anew each time, which costs a layer more than its core event.
+    """
 
     def __init__(
         self,
         env: simpy.Environment,
-        delay_s: float,
         priority: int,
         callback: Callable[[simpy.Event], None] | None = None,
     ) -> None:
-        self.env = env
-        self.callbacks = [] if callback is None else [callback]
+        super().__init__(env)
         self._ok = True
         self._value = None
-        env.schedule(self, priority, delay_s)
+        self._priority = priority
+        self._callback = callback
+
+    def wait(self) -> Timer:
+        """Make it an event that a process can wait for; `fire` ends the wait."""
+        self.callbacks = [] if self._callback is None else [self._callback]
+        return self
+
+    def fire(self, delay_s: float = 0.0) -> None:
+        """Let it happen `delay_s` from now."""
+        self.env.schedule(self, self._priority, delay_s)
+
+    def start(self, delay_s: float) -> Timer:
+        """`wait` and `fire` in one."""
+        self.callbacks = [] if self._callback is None else [self._callback]
+        self.env.schedule(self, self._priority, delay_s)
+        return self

@@ -45,7 +45,7 @@ class Link:
         self._bandwidth = profile.link_bandwidth
         self._chunk_bytes = profile.link_chunk_bytes
         self._deliver = deliver
-        self._timer: Timer | None = None
+        self._timer = Timer(env, LOADED, self._loaded)
         self.busy = False  # a copy is in flight
         self._expert = -1
         self._offset = self._size = 0
@@ -59,12 +59,12 @@ class Link:
             if len(command) == 2:  # PreemptPrefetch(device)
                 self._pause()
                 continue
-            _, self._expert, _, _, self._offset, self._size, _, _ = command
-            env = self._env
-            self._began_s = env.now
+            _, self._expert, _, _, self._offset, size, _, _ = command
+            self._size = size
+            self._began_s = self._env.now
             self.busy = True
             self._copies.in_flight += 1
-            self._timer = Timer(env, self._latency_s + self._size / self._bandwidth, LOADED, self._loaded)
+            self._timer.start(self._latency_s + size / self._bandwidth)
 
     def _loaded(self, timer: simpy.Event) -> None:
         if timer is self._timer:  # otherwise it was asked to pause before
@@ -80,7 +80,8 @@ class Link:
             return
         end_s = self._began_s + self._latency_s + size / self._bandwidth
         self._size = size
-        self._timer = Timer(self._env, max(0.0, end_s - self._env.now), PAUSED, self._paused)
+        self._timer = Timer(self._env, LOADED, self._loaded)  # the one that runs no longer counts
+        Timer(self._env, PAUSED, self._paused).start(max(0.0, end_s - self._env.now))
 
     def _paused(self, _: simpy.Event) -> None:
         now = self._finish()
@@ -88,7 +89,6 @@ class Link:
 
     def _finish(self) -> float:
         now = self._env.now
-        self._timer = None
         self.busy = False
         self._copies.in_flight -= 1
         self.busy_s += now - self._began_s

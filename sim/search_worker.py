@@ -28,6 +28,7 @@ class SearchWorker:
         self._deliver = deliver
         self._queue: deque[tuple[int, int]] = deque()
         self._ticket = -1  # the one being worked on
+        self._timer = Timer(env, SEARCH_DONE, self._done)
         self.busy_s = 0.0
 
     def drain(self) -> None:
@@ -42,7 +43,7 @@ class SearchWorker:
         search_s = self._latency_s + work / self._rate
         self._ticket = ticket
         self.busy_s += search_s
-        Timer(self._env, search_s, SEARCH_DONE, self._done)
+        self._timer.start(search_s)
 
     def _done(self, _: simpy.Event) -> None:
         ticket, self._ticket = self._ticket, -1

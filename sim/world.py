@@ -185,7 +185,7 @@ class _World:
         for request in self._inputs.requests:
             wait_s = 0.0 if self._inputs.settings.offline else request.arrival_s - self._env.now
             if wait_s > 0.0:
-                yield Timer(self._env, wait_s, ARRIVAL)
+                yield Timer(self._env, ARRIVAL).start(wait_s)
             self._scheduler.add(request)
             self._still_to_come -= 1
             if self._idle is not None:
@@ -194,7 +194,7 @@ class _World:
 
     def _serve(self) -> Generator[simpy.Event, None, None]:
         env, scheduler, engine = self._env, self._scheduler, self._engine
-        yield Timer(env, 0.0, ENGINE)
+        yield Timer(env, ENGINE).start(0.0)
         iterations = 0
         while True:
             step = scheduler.next_step()
@@ -203,7 +203,7 @@ class _World:
                     return
                 self._idle = simpy.Event(env)
                 yield self._idle
-                yield Timer(env, 0.0, ARRIVAL)  # requests that arrive at this very moment come along
+                yield Timer(env, ARRIVAL).start(0.0)  # requests that arrive at this very moment come along
                 continue
             if step.phase == "prefill":
                 for state in step.requests:
