@@ -35,16 +35,21 @@ def machine() -> str:
     return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
-def interleaved(contenders: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Least seconds of each contender. They take turns, so that a busy machine slows all of them alike."""
+def interleaved(
+    contenders: Mapping[str, Callable[[], object]], repeats: int, in_a_row: int = 5
+) -> dict[str, float]:
+    """Least seconds of each contender over `repeats` turns of `in_a_row` calls.
+
+    They take turns, so that a busy machine slows all of them alike; several calls in a row let each find its own
+    data in the caches.
+    """
     least = dict.fromkeys(contenders, float("inf"))
-    for call in contenders.values():
-        call()  # fills caches
     for _ in range(repeats):
         for name, call in contenders.items():
-            begin = time.perf_counter()
-            call()
-            least[name] = min(least[name], time.perf_counter() - begin)
+            for _ in range(in_a_row):
+                begin = time.perf_counter()
+                call()
+                least[name] = min(least[name], time.perf_counter() - begin)
     return least
 
 

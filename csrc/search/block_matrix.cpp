@@ -1,7 +1,8 @@
 #include "search/block_matrix.hpp"
 
+#include <algorithm>
 #include <cstdint>
-#include <cstring>
+#include <limits>
 
 // One source, compiled for several vector widths and chosen at load time. Lanes never mix, so all agree bit
 // for bit.
@@ -14,54 +15,84 @@
 namespace finemoe {
 namespace {
 
-using Lanes = float __attribute__((vector_size(64)));  // 16 columns
+constexpr int kLanes = 16;
+using Lanes = float __attribute__((vector_size(64)));
 using LaneBits = std::int32_t __attribute__((vector_size(64)));
 
-FINEMOE_CLONES void accumulate_blocks(const float* data, const float* query, int features, int blocks,
-                                      float* sums) {
-    for (int b = 0; b < blocks; ++b) {
-        Lanes a0 = {}, a1 = {}, a2 = {}, a3 = {};
-        for (int f = 0; f < features; ++f, data += kBlock) {
-            const Lanes* m = reinterpret_cast<const Lanes*>(data);
-            const float q = query[f];
-            a0 += q * m[0];
-            a1 += q * m[1];
-            a2 += q * m[2];
-            a3 += q * m[3];
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+constexpr LaneBits kLaneNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+// sums[c] += Σ_f query[f] · data[f][c], in feature order. With a scale, a block is scored while its sums are in
+// registers: tops[b][lane] is the largest sums[c] · scale[c] of block b's columns in that lane, and a last row
+// after the blocks has the largest of each lane. One function: a helper would be compiled for the narrowest
+// vectors.
+FINEMOE_CLONES void accumulate_and_score(const float* data, const float* query, int features, int columns,
+                                         float* sums, const float* scale, float* tops) {
+    Lanes top = Lanes{} + kLowest;
+    for (int left = columns; left > 0; left -= kBlock, sums += kBlock) {
+        Lanes* s = reinterpret_cast<Lanes*>(sums);
+        Lanes s0 = s[0], s1 = s[1], s2 = s[2], s3 = s[3];
+        if (features > 0) {
+            Lanes a0 = {}, a1 = {}, a2 = {}, a3 = {};
+            for (int f = 0; f < features; ++f, data += kBlock) {
+                const Lanes* m = reinterpret_cast<const Lanes*>(data);
+                const float q = query[f];
+                a0 += q * m[0];
+                a1 += q * m[1];
+                a2 += q * m[2];
+                a3 += q * m[3];
+            }
+            s[0] = s0 += a0;
+            s[1] = s1 += a1;
+            s[2] = s2 += a2;
+            s[3] = s3 += a3;
         }
-        Lanes* s = reinterpret_cast<Lanes*>(sums + static_cast<std::ptrdiff_t>(b) * kBlock);
-        s[0] += a0;
-        s[1] += a1;
-        s[2] += a2;
-        s[3] += a3;
+        if (scale != nullptr) {
+            const Lanes* w = reinterpret_cast<const Lanes*>(scale);
+            Lanes k0 = s0 * w[0], k1 = s1 * w[1], k2 = s2 * w[2], k3 = s3 * w[3];
+            if (left < kBlock) {  // the last block is padded
+                k0 = kLaneNumbers < left ? k0 : kLowest;
+                k1 = kLaneNumbers < left - kLanes ? k1 : kLowest;
+                k2 = kLaneNumbers < left - 2 * kLanes ? k2 : kLowest;
+                k3 = kLaneNumbers < left - 3 * kLanes ? k3 : kLowest;
+            }
+            k0 = k0 > k1 ? k0 : k1;
+            k2 = k2 > k3 ? k2 : k3;
+            k0 = k0 > k2 ? k0 : k2;
+            *reinterpret_cast<Lanes*>(tops) = k0;
+            top = top > k0 ? top : k0;
+            scale += kBlock;
+            tops += kLanes;
+        }
+    }
+    if (scale != nullptr) {
+        *reinterpret_cast<Lanes*>(tops) = top;
     }
 }
 
-FINEMOE_CLONES float largest_key(const float* sums, const float* scale, int blocks) {
-    const Lanes* s = reinterpret_cast<const Lanes*>(sums);
-    const Lanes* w = reinterpret_cast<const Lanes*>(scale);
-    Lanes top = s[0] * w[0];
-    for (int i = 1; i < blocks * 4; ++i) {
-        const Lanes key = s[i] * w[i];
-        top = key > top ? key : top;
-    }
-    float best = top[0];
-    for (int i = 1; i < 16; ++i) {
-        best = top[i] > best ? top[i] : best;
+// The largest key and its most recently written column, found through the tops.
+Best best_of(const float* sums, const float* scale, const float* tops, const std::vector<long long>& written,
+             int columns) {
+    const int blocks = blocks_for(columns);
+    const float* lanes = tops + static_cast<std::ptrdiff_t>(blocks) * kLanes;
+    Best best{-1, *std::max_element(lanes, lanes + kLanes)};
+    const auto consider = [&](int c) {
+        const auto at = static_cast<std::size_t>(c);
+        if (sums[c] * scale[c] == best.key &&
+            (best.column < 0 || written[at] > written[static_cast<std::size_t>(best.column)])) {
+            best.column = c;
+        }
+    };
+    for (int lane = 0; lane < kLanes; ++lane) {
+        for (int b = 0; lanes[lane] == best.key && b < blocks; ++b) {
+            if (tops[b * kLanes + lane] == best.key) {
+                for (int c = b * kBlock + lane; c < std::min((b + 1) * kBlock, columns); c += kLanes) {
+                    consider(c);
+                }
+            }
+        }
     }
     return best;
-}
-
-FINEMOE_CLONES bool block_has(const float* sums, const float* scale, float key) {
-    const Lanes* s = reinterpret_cast<const Lanes*>(sums);
-    const Lanes* w = reinterpret_cast<const Lanes*>(scale);
-    const LaneBits hit =
-        (s[0] * w[0] == key) | (s[1] * w[1] == key) | (s[2] * w[2] == key) | (s[3] * w[3] == key);
-    std::int32_t any = 0;
-    for (int i = 0; i < 16; ++i) {
-        any |= hit[i];
-    }
-    return any != 0;
 }
 
 }  // namespace
@@ -88,48 +119,20 @@ void BlockMatrix::get(int column, float* values) const {
     }
 }
 
-void BlockMatrix::accumulate(const float* query, int blocks, float* sums) const {
-    accumulate_blocks(data_.data(), query, features_, blocks, sums);
+void BlockMatrix::accumulate(const float* query, int columns, float* sums) const {
+    accumulate_and_score(data_.data(), query, features_, columns, sums, nullptr, nullptr);
 }
 
-float BlockMatrix::dot(const float* query, int column) const {
-    float sum = 0.0F;
-    for (int f = 0; f < features_; ++f) {
-        sum += query[f] * data_[index(f, column)];
-    }
-    return sum;
+Best BlockMatrix::accumulate_best(const float* query, float* sums, const Scale& scale, FloatBlocks& tops) const {
+    tops.resize(static_cast<std::size_t>(blocks_for(scale.columns()) + 1) * kLanes);
+    accumulate_and_score(data_.data(), query, features_, scale.columns(), sums, scale.factors, tops.data());
+    return best_of(sums, scale.factors, tops.data(), scale.written, scale.columns());
 }
 
-Best best_column(const float* sums, const float* scale, const std::vector<long long>& written, int columns) {
-    const int whole = columns / kBlock;
-    Best best;
-    if (whole > 0) {
-        best.key = largest_key(sums, scale, whole);
-    }
-    for (int c = whole * kBlock; c < columns; ++c) {  // the last, partly filled block
-        const float key = sums[c] * scale[c];
-        if (c == 0 || key > best.key) {
-            best.key = key;
-        }
-    }
-    const auto consider = [&](int c) {
-        const auto at = static_cast<std::size_t>(c);
-        if (sums[c] * scale[c] == best.key &&
-            (best.column < 0 || written[at] > written[static_cast<std::size_t>(best.column)])) {
-            best.column = c;
-        }
-    };
-    for (int b = 0; b < whole; ++b) {
-        if (block_has(sums + b * kBlock, scale + b * kBlock, best.key)) {
-            for (int c = b * kBlock; c < (b + 1) * kBlock; ++c) {
-                consider(c);
-            }
-        }
-    }
-    for (int c = whole * kBlock; c < columns; ++c) {
-        consider(c);
-    }
-    return best;
+Best best_column(float* sums, const Scale& scale, FloatBlocks& tops) {
+    tops.resize(static_cast<std::size_t>(blocks_for(scale.columns()) + 1) * kLanes);
+    accumulate_and_score(nullptr, nullptr, 0, scale.columns(), sums, scale.factors, tops.data());
+    return best_of(sums, scale.factors, tops.data(), scale.written, scale.columns());
 }
 
 }  // namespace finemoe

@@ -28,6 +28,20 @@ using FloatBlocks = std::vector<float, CacheLineAllocator<float>>;
 
 inline int blocks_for(int columns) { return (columns + kBlock - 1) / kBlock; }
 
+// What turns sums into keys: a factor per column, and the columns' ages, by which ties are broken.
+struct Scale {
+    const float* factors;                   // padded to whole blocks
+    const std::vector<long long>& written;  // one per column
+
+    int columns() const { return static_cast<int>(written.size()); }
+};
+
+// Largest key = sums[c] · factors[c]. Ties: the column with the largest `written`.
+struct Best {
+    int column = -1;
+    float key = 0.0F;
+};
+
 class BlockMatrix {
   public:
     BlockMatrix(int features, int capacity);
@@ -35,13 +49,12 @@ class BlockMatrix {
     // Overwrites one column; the matrix grows by whole zero-filled blocks.
     void set(int column, const float* values);
     void get(int column, float* values) const;
-    float at(int feature, int column) const { return data_[index(feature, column)]; }
 
-    // sums[c] += Σ_f query[f] · m[f][c] for the first `blocks` blocks; the inner sum in feature order, in
-    // f32.
-    void accumulate(const float* query, int blocks, float* sums) const;
-    // The same for one column.
-    float dot(const float* query, int column) const;
+    // sums[c] += Σ_f query[f] · m[f][c] for c < columns (padded to whole blocks); the inner sum in feature
+    // order, in f32.
+    void accumulate(const float* query, int columns, float* sums) const;
+    // The same, and the best of the columns afterwards, in one pass. `tops` is scratch.
+    Best accumulate_best(const float* query, float* sums, const Scale& scale, FloatBlocks& tops) const;
 
   private:
     std::size_t index(int feature, int column) const {
@@ -53,11 +66,7 @@ class BlockMatrix {
     FloatBlocks data_;
 };
 
-// Largest sums[c] · scale[c] over c < columns. Ties: the column with the largest `written`.
-struct Best {
-    int column = -1;
-    float key = 0.0F;
-};
-Best best_column(const float* sums, const float* scale, const std::vector<long long>& written, int columns);
+// The best of sums as they are; `tops` is scratch.
+Best best_column(float* sums, const Scale& scale, FloatBlocks& tops);
 
 }  // namespace finemoe

@@ -45,11 +45,10 @@ void MapStore::restore(int place, const float* map, std::span<const float> unit_
                        long long written) {
     if (place == size()) {
         written_.push_back(0);
-        const std::size_t padded = static_cast<std::size_t>(blocks()) * kBlock;
         for (auto& inverse : inverse_) {
-            inverse.resize(padded, 0.0F);
+            inverse.resize(padded(), 0.0F);
         }
-        ones_.resize(padded, 1.0F);
+        ones_.resize(padded(), 1.0F);
     }
     const auto at = static_cast<std::size_t>(place);
     double squares = 0.0;

@@ -16,7 +16,8 @@ class MapStore {
 
     int size() const { return static_cast<int>(written_.size()); }
     int capacity() const { return capacity_; }
-    int blocks() const { return blocks_for(size()); }
+    // size() rounded up to whole blocks
+    std::size_t padded() const { return static_cast<std::size_t>(blocks_for(size())) * kBlock; }
 
     // map [L, J]; unit embedding [h], empty: none. `place` < size() overwrites, == size() appends.
     void put(int place, const float* map, std::span<const float> unit_embedding);
@@ -31,8 +32,8 @@ class MapStore {
     const BlockMatrix& layer(int l) const { return maps_[static_cast<std::size_t>(l)]; }
     const BlockMatrix& embeddings() const { return embeddings_; }
     // 1 / norm of rows 0 … layer, per map
-    const float* inverse_norms(int l) const { return inverse_[static_cast<std::size_t>(l)].data(); }
-    const float* ones() const { return ones_.data(); }
+    Scale inverse_norms(int l) const { return {inverse_[static_cast<std::size_t>(l)].data(), written_}; }
+    Scale ones() const { return {ones_.data(), written_}; }
     const std::vector<long long>& written() const { return written_; }
 
   private:

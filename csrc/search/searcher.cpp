@@ -38,30 +38,31 @@ SearchResult Searcher::run(const SearchRequest& request) {
     return {};
 }
 
-// Brings the running sums of an iteration up to `layer`: each layer adds one J-wide dot product per stored
-// map.
+// Brings the running sums of an iteration up to `layer`, that layer excluded: each adds one J-wide dot product
+// per stored map.
 void Searcher::follow(const std::shared_ptr<const IterationRows>& iteration, int layer) {
     const IterationRows& it = *iteration;
-    const auto padded = static_cast<std::size_t>(store_.blocks()) * kBlock;
     if (followed_ != iteration) {
         followed_ = iteration;
         layers_done_ = 0;
         sums_.resize(std::max(sums_.size(), it.rows.size()));
         for (std::size_t r = 0; r < it.rows.size(); ++r) {
-            sums_[r].assign(padded, 0.0F);
+            sums_[r].assign(store_.padded(), 0.0F);
         }
         squares_.assign(it.rows.size(), 0.0);
     }
-    for (; layers_done_ <= layer; ++layers_done_) {
+    for (; layers_done_ < layer; ++layers_done_) {
         for (int r = 0; r < it.batch(); ++r) {
             const float* row = gate_row(it, config_.experts, layers_done_, r);
-            store_.layer(layers_done_)
-                .accumulate(row, store_.blocks(), sums_[static_cast<std::size_t>(r)].data());
-            for (int j = 0; j < config_.experts; ++j) {
-                squares_[static_cast<std::size_t>(r)] +=
-                    static_cast<double>(row[j]) * static_cast<double>(row[j]);
-            }
+            store_.layer(layers_done_).accumulate(row, store_.size(), sums_[static_cast<std::size_t>(r)].data());
+            add_squares(row, r);
         }
+    }
+}
+
+void Searcher::add_squares(const float* row, int r) {
+    for (int j = 0; j < config_.experts; ++j) {
+        squares_[static_cast<std::size_t>(r)] += static_cast<double>(row[j]) * static_cast<double>(row[j]);
     }
 }
 
@@ -82,14 +83,12 @@ void Searcher::copy_targets(SearchResult& result, int batch) const {
 SearchResult Searcher::semantic(const SearchRequest& request) {
     const IterationRows& it = *request.iteration;
     SearchResult result{0, request.target + 1, {}, {}, {}};
-    const auto padded = static_cast<std::size_t>(store_.blocks()) * kBlock;
     for (int r = 0; r < it.batch(); ++r) {
         const auto unit = unit_of(it, r);
         Best best;
         if (!unit.empty()) {
-            scratch_.assign(padded, 0.0F);
-            store_.embeddings().accumulate(unit.data(), store_.blocks(), scratch_.data());
-            best = best_column(scratch_.data(), store_.ones(), store_.written(), store_.size());
+            scratch_.assign(store_.padded(), 0.0F);
+            best = store_.embeddings().accumulate_best(unit.data(), scratch_.data(), store_.ones(), tops_);
         }
         result.maps.push_back(best.column);
         result.scores.push_back(best.column >= 0 ? best.key : kNoScore);
@@ -100,15 +99,21 @@ SearchResult Searcher::semantic(const SearchRequest& request) {
 
 SearchResult Searcher::trajectory(const SearchRequest& request) {
     const IterationRows& it = *request.iteration;
+    if (layers_done_ > request.layer) {
+        followed_.reset();  // asked out of order: from the start
+    }
     follow(request.iteration, request.layer);
     SearchResult result{request.target, 1, {}, {}, {}};
+    const Scale norms = store_.inverse_norms(request.layer);
     for (int r = 0; r < it.batch(); ++r) {
-        const auto row = static_cast<std::size_t>(r);
-        const Best best = best_column(sums_[row].data(), store_.inverse_norms(request.layer),
-                                      store_.written(), store_.size());
+        const auto at = static_cast<std::size_t>(r);
+        const float* row = gate_row(it, config_.experts, request.layer, r);
+        const Best best = store_.layer(request.layer).accumulate_best(row, sums_[at].data(), norms, tops_);
+        add_squares(row, r);
         result.maps.push_back(best.column);
-        result.scores.push_back(best.key * inverse_norm(squares_[row]));
+        result.scores.push_back(best.key * inverse_norm(squares_[at]));
     }
+    layers_done_ = request.layer + 1;
     copy_targets(result, it.batch());
     return result;
 }
@@ -116,16 +121,15 @@ SearchResult Searcher::trajectory(const SearchRequest& request) {
 // The stored map that the new one repeats most: RDY = d/L · semantic + (L − d)/L · trajectory.
 int Searcher::most_redundant(const float* sums, float query_inverse, std::span<const float> unit) {
     const int n = store_.size();
-    const float* inverse = store_.inverse_norms(config_.layers - 1);
-    const auto padded = static_cast<std::size_t>(store_.blocks()) * kBlock;
-    redundancy_.assign(padded, 0.0F);
-    scratch_.assign(padded, 0.0F);
+    const float* inverse = store_.inverse_norms(config_.layers - 1).factors;
+    redundancy_.resize(store_.padded());
+    scratch_.assign(store_.padded(), 0.0F);
     const int distance = std::min(config_.prefetch_distance, config_.layers);
     const float semantic_weight = static_cast<float>(static_cast<double>(distance) / config_.layers);
     const float trajectory_weight =
         static_cast<float>(static_cast<double>(config_.layers - distance) / config_.layers);
     if (!unit.empty()) {
-        store_.embeddings().accumulate(unit.data(), store_.blocks(), scratch_.data());
+        store_.embeddings().accumulate(unit.data(), n, scratch_.data());
     }
     for (int c = 0; c < n; ++c) {
         const auto at = static_cast<std::size_t>(c);
@@ -133,17 +137,18 @@ int Searcher::most_redundant(const float* sums, float query_inverse, std::span<c
         redundancy_[at] =
             unit.empty() ? trajectory : semantic_weight * scratch_[at] + trajectory_weight * trajectory;
     }
-    return best_column(redundancy_.data(), store_.ones(), store_.written(), n).column;
+    return best_column(redundancy_.data(), store_.ones(), tops_).column;
 }
 
 void Searcher::update(const SearchRequest& request) {
     const IterationRows& it = *request.iteration;
-    follow(request.iteration, config_.layers - 1);
     const auto row = static_cast<std::size_t>(request.row);
     const auto unit = unit_of(it, request.row);
-    const int place = store_.size() < store_.capacity()
-                          ? store_.size()
-                          : most_redundant(sums_[row].data(), inverse_norm(squares_[row]), unit);
+    int place = store_.size();
+    if (place == store_.capacity()) {  // below it nothing is compared
+        follow(request.iteration, config_.layers);
+        place = most_redundant(sums_[row].data(), inverse_norm(squares_[row]), unit);
+    }
     std::vector<float> map(static_cast<std::size_t>(config_.total_experts()));
     for (int l = 0; l < config_.layers; ++l) {
         const float* from = gate_row(it, config_.experts, l, request.row);
@@ -151,19 +156,26 @@ void Searcher::update(const SearchRequest& request) {
                   map.data() + static_cast<std::ptrdiff_t>(l) * config_.experts);
     }
     store_.put(place, map.data(), unit);
-    refresh_sums(place);
+    if (request.row + 1 == it.batch()) {
+        followed_.reset();  // its last update: nothing follows this iteration any more
+    } else {
+        refresh_sums(place, map.data());
+    }
 }
 
 // After a write the followed rows' sums for that place are those of the new map, added in the same order.
-void Searcher::refresh_sums(int place) {
-    const IterationRows& it = *followed_;
-    const auto padded = static_cast<std::size_t>(store_.blocks()) * kBlock;
-    for (int r = 0; r < it.batch(); ++r) {
+void Searcher::refresh_sums(int place, const float* map) {
+    for (int r = 0; followed_ && r < followed_->batch(); ++r) {
         auto& sums = sums_[static_cast<std::size_t>(r)];
-        sums.resize(padded, 0.0F);
+        sums.resize(store_.padded(), 0.0F);
         float sum = 0.0F;
-        for (int l = 0; l < config_.layers; ++l) {
-            sum += store_.layer(l).dot(gate_row(it, config_.experts, l, r), place);
+        for (int l = 0; l < layers_done_; ++l) {
+            const float* query = gate_row(*followed_, config_.experts, l, r);
+            float part = 0.0F;
+            for (int j = 0; j < config_.experts; ++j) {
+                part += query[j] * map[static_cast<std::ptrdiff_t>(l) * config_.experts + j];
+            }
+            sum += part;
         }
         sums[static_cast<std::size_t>(place)] = sum;
     }

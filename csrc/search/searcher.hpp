@@ -74,7 +74,8 @@ class Searcher {
     void update(const SearchRequest& request);
     int most_redundant(const float* sums, float query_inverse, std::span<const float> unit_embedding);
     std::span<const float> unit_of(const IterationRows& iteration, int row) const;
-    void refresh_sums(int place);
+    void refresh_sums(int place, const float* map);
+    void add_squares(const float* gate_row, int row);
 
     const CoreConfig config_;
     MapStore store_;
@@ -84,7 +85,7 @@ class Searcher {
     int layers_done_ = 0;
     std::vector<FloatBlocks> sums_;
     std::vector<double> squares_;  // per row, of the same layers
-    FloatBlocks scratch_, redundancy_;
+    FloatBlocks scratch_, redundancy_, tops_;
 };
 
 }  // namespace finemoe
