@@ -69,8 +69,9 @@ void bind_search(py::module_& m) {
     m.def(
         "select_experts",
         [](const py::array_t<float, py::array::c_style | py::array::forcecast>& p, float score, int top_k) {
-            std::vector<char> chosen(static_cast<std::size_t>(p.size()), 0);
-            select_experts({p.data(), static_cast<std::size_t>(p.size())}, delta_of(score), top_k, chosen);
+            std::vector<char> chosen(static_cast<std::size_t>(p.size()), 0), taken;
+            select_experts({p.data(), static_cast<std::size_t>(p.size())}, delta_of(score), top_k, chosen,
+                           taken);
             std::vector<int> out;
             for (std::size_t j = 0; j < chosen.size(); ++j) {
                 if (chosen[j] != 0) {

@@ -138,6 +138,7 @@ class Core {
 
     // core_search.cpp: tickets and prefetch sets
     void issue_search(SearchKind kind, int layer, int target, int row, std::int64_t work);
+    Ticket* next_to_run(std::int64_t last);
     void apply_predictions(int layer, std::span<const float> predicted, std::span<const float> scores);
     void emit(const Command& command);
 
@@ -167,6 +168,9 @@ class Core {
     std::int64_t activated_ = 0, hits_ = 0, late_ = 0;
     DecisionLog log_;
     std::int64_t log_iterations_;
+
+    std::vector<char> chosen_, taken_;  // scratch of apply_predictions
+    std::vector<float> rank_;
 
     std::mutex work_mutex_;  // taken before mutex_
     Searcher searcher_;

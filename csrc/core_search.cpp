@@ -42,27 +42,39 @@ void Core::issue_search(SearchKind kind, int layer, int target, int row, std::in
     }
 }
 
+// The first ticket up to `last` that nobody has run; abandoned ones are passed over.
+Core::Ticket* Core::next_to_run(std::int64_t last) {
+    for (Ticket& ticket : tickets_) {
+        if (ticket.request.ticket > last) {
+            break;
+        }
+        if (!ticket.ran) {
+            ticket.ran = true;
+            if (!ticket.abandoned) {
+                return &ticket;
+            }
+        }
+    }
+    return nullptr;
+}
+
 void Core::run_searches(std::int64_t ticket) {
     const std::scoped_lock work(work_mutex_);
     for (;;) {
         SearchRequest request;
         {
             const std::scoped_lock lock(mutex_);
-            const auto next =
-                std::find_if(tickets_.begin(), tickets_.end(), [](const Ticket& t) { return !t.ran; });
-            if (next == tickets_.end() || next->request.ticket > ticket) {
+            const Ticket* next = next_to_run(ticket);
+            if (next == nullptr) {
                 return;
-            }
-            next->ran = true;
-            if (next->abandoned) {
-                continue;
             }
             request = next->request;
         }
         SearchResult result = searcher_.run(request);
         const std::scoped_lock lock(mutex_);
-        const auto mine = std::find_if(tickets_.begin(), tickets_.end(),
-                                       [&](const Ticket& t) { return t.request.ticket == request.ticket; });
+        const auto mine = std::find_if(tickets_.begin(), tickets_.end(), [&](const Ticket& t) {
+            return t.request.ticket == request.ticket;
+        });
         if (mine != tickets_.end()) {
             mine->result = std::move(result);
         }
@@ -77,17 +89,17 @@ bool Core::search_abandoned(std::int64_t ticket) {
 }
 
 std::uint64_t Core::search_done(std::int64_t ticket, double time_s) {
-    {
-        const std::scoped_lock lock(mutex_);
-        require_running();
-        const auto it = std::find_if(tickets_.begin(), tickets_.end(), [&](const Ticket& t) {
-            return t.request.ticket == ticket || !t.abandoned;
-        });
-        require(it != tickets_.end() && it->request.ticket == ticket,
-                "search_done: ticket " + std::to_string(ticket) + " is not the oldest that is not done");
+    const std::scoped_lock locks(work_mutex_, mutex_);
+    require_running();
+    const auto it = std::find_if(tickets_.begin(), tickets_.end(), [&](const Ticket& t) {
+        return t.request.ticket == ticket || !t.abandoned;
+    });
+    require(it != tickets_.end() && it->request.ticket == ticket,
+            "search_done: ticket " + std::to_string(ticket) + " is not the oldest that is not done");
+    // A worker has run it beforehand; in the simulator and in a replay it runs here.
+    while (Ticket* next = next_to_run(ticket)) {
+        next->result = searcher_.run(next->request);
     }
-    run_searches(ticket);
-    const std::scoped_lock lock(mutex_);
     while (tickets_.front().request.ticket != ticket) {
         tickets_.pop_front();  // abandoned ones may be left out
     }
@@ -141,8 +153,10 @@ std::uint64_t Core::speculation(int layer, int target, std::span<const std::uint
 // expert.
 void Core::apply_predictions(int layer, std::span<const float> predicted, std::span<const float> scores) {
     const auto width = static_cast<std::size_t>(config_.experts);
-    std::vector<char> chosen(width, 0);
-    std::vector<float> rank(width, 0.0F);
+    std::vector<char>& chosen = chosen_;
+    std::vector<float>& rank = rank_;
+    chosen.assign(width, 0);
+    rank.assign(width, 0.0F);
     bool any = false;
     for (std::size_t r = 0; r < scores.size(); ++r) {
         if (scores[r] == kNoScore) {
@@ -150,7 +164,7 @@ void Core::apply_predictions(int layer, std::span<const float> predicted, std::s
         }
         any = true;
         const auto row = predicted.subspan(r * width, width);
-        select_experts(row, delta_of(scores[r]), config_.top_k, chosen);
+        select_experts(row, delta_of(scores[r]), config_.top_k, chosen, taken_);
         const Row& of = rows_->rows[r];
         for (std::size_t j = 0; j < width; ++j) {
             float p = row[j];

@@ -3,8 +3,9 @@
 namespace finemoe {
 
 // Few experts are taken, so repeated scans beat a sort.
-void select_experts(std::span<const float> p, double delta, int top_k, std::vector<char>& chosen) {
-    std::vector<char> taken(p.size(), 0);
+void select_experts(std::span<const float> p, double delta, int top_k, std::vector<char>& chosen,
+                    std::vector<char>& taken) {
+    taken.assign(p.size(), 0);
     double mass = 0.0;
     for (std::size_t count = 0; count < p.size(); ++count) {
         std::size_t best = p.size();
