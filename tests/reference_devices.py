@@ -67,6 +67,7 @@ class Counters:
     late_searches: int = 0
     skipped_updates: int = 0
     failed_prefetches: int = 0
+    unused_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("activated", "hits", "late", "misses"):
