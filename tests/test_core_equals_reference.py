@@ -27,7 +27,6 @@ COMMANDS = ("Search", "WaitSearch", "PreemptPrefetch", "Wait", "Load", "Abort")
 FIRST_COMMAND = 11  # RecordKind of csrc/types.hpp: events come first
 SEARCHES = ("semantic", "trajectory", "update")
 LOADS = ("demand", "prefetch")
-PREDICTORS = ("none", "map", "speculate")
 
 
 class CompiledCore:
@@ -177,7 +176,7 @@ class Both:
 def compare_on(seed: int, iterations: int) -> None:
     """One walk through both."""
     rng = np.random.default_rng(seed)
-    config = draw_config(rng, PREDICTORS)
+    config = draw_config(rng)
     both = Both(config)
     Walk(both, config, rng).run(iterations)
     compiled, reference = both.compiled.core, both.reference
