@@ -136,7 +136,7 @@ class RuleObserver(Picture):
             return
         rule(device.slots[slot] == evicts, "rule 2: the load names its victim")
         rule(evicts in victims, "rules 1 and 7: neither pinned nor in flight")
-        if self.config.eviction == "lru" and (kind == "demand" or self.config.predictor != "oracle"):
+        if self.config.eviction == "lru":
             rule(evicts == min(victims, key=lambda e: (self.stamps.get(e, 0), e)), "lru takes the oldest")
         if evicts in self.unused:
             self.unused.remove(evicts)

@@ -196,9 +196,9 @@ class Devices:
             return belady_key(self.next_use(expert), expert)
         return finemoe_key(state.p, state.freq, layer, self.l_now, self.config.layers, expert)
 
-    def next_use(self, expert: int, after: float = -math.inf) -> float:
-        """The next step after the current one (and `after`) known to require the expert, else infinity."""
-        now = max(self.iteration * self.config.layers + self.l_now, after)
+    def next_use(self, expert: int) -> float:
+        """The next step after the current one that is known to require the expert, else infinity."""
+        now = self.iteration * self.config.layers + self.l_now
         return min((s for s, needed in self.future.items() if s > now and expert in needed), default=math.inf)
 
     # -- the pump
@@ -225,7 +225,7 @@ class Devices:
         if self.states[expert].status == "partial":
             self._load(expert, self.states[expert].slot, "demand", -1)
             return
-        place = self._room(device, self.victim(device))
+        place = self._room(device)
         if place is None:
             partial = self.partial_of(device)
             assert partial is not None, "a chunk never needs more slots than the device has"
@@ -239,39 +239,29 @@ class Devices:
         if partial is not None:
             self._load(partial, self.states[partial].slot, "prefetch", -1)
             return
-        if self.config.predictor == "oracle":
-            expert, victim = self.oracle_choice(device)
-        else:
-            expert, victim = self.queue_choice(device), self.victim(device)
+        oracle = self.config.predictor == "oracle"
+        expert = self.oracle_choice(device) if oracle else self.queue_choice(device)
         if expert is None:
             return
-        place = self._room(device, victim)
+        place = self._room(device)
         if place is not None:
             self.queues[device].discard(expert)
             self.states[expert].stamp = self.gates
             self._load(expert, place[0], "prefetch", place[1])
 
-    def oracle_choice(self, device: int) -> tuple[int | None, int | None]:
-        """The next expert that will be missing and, with no slot free, the worse one that leaves for it.
-
-        The rule is read from csrc/core_oracle.cpp: the first known step after the current one that requires an
-        absent expert of the device, its lowest id; the victim is the one used latest from that step on (ties:
-        the lower id) and must not be needed up to and at that step, else the oracle waits.
-        """
+    def oracle_choice(self, device: int) -> int | None:
+        """The next expert that will be missing, unless whoever leaves for it is needed by then."""
         now = self.iteration * self.config.layers + self.l_now
         mine = range(device, len(self.states), self.config.devices)
         absent = [e for e in mine if self.states[e].status == "absent"]
         missing = [(s, e) for s in self.future if s > now for e in absent if e in self.future[s]]
         if not missing:
-            return None, None
+            return None
         step, expert = min(missing)
-        if -1 in self.slots[device]:
-            return expert, None
-        leaving = [e for e in mine if self.states[e].status == "resident" and not self.states[e].pinned]
-        victim = max(leaving, key=lambda e: (self.next_use(e, step - 1), -e), default=None)
-        if victim is None or self.next_use(victim) <= step:
-            return None, None
-        return expert, victim
+        victim = self.victim(device)
+        if -1 not in self.slots[device] and victim is not None and self.next_use(victim) <= step:
+            return None
+        return expert
 
     def queue_choice(self, device: int) -> int | None:
         """The queued expert of the largest priority."""
@@ -281,10 +271,11 @@ class Devices:
             default=None,
         )
 
-    def _room(self, device: int, victim: int | None) -> tuple[int, int] | None:
+    def _room(self, device: int) -> tuple[int, int] | None:
         """(slot, evicted expert or −1): the lowest free slot, else the victim's."""
         if -1 in self.slots[device]:
             return self.slots[device].index(-1), -1
+        victim = self.victim(device)
         if victim is None:
             return None
         slot = self.states[victim].slot

@@ -99,7 +99,9 @@ class CompiledCore:
         commands = self._logged()
         forward, searches = self.core.take_forward(), self.core.take_searches()
         devices = [self.core.take_device(g) for g in range(self.config.devices)]
-        assert forward == [c for c in commands if c[0] in ("WaitSearch", "Abort")]  # a Wait goes into no box
+        # A Wait goes into no box, and the reason of an Abort is asked for.
+        assert forward == [c[:2] for c in commands if c[0] in ("WaitSearch", "Abort")]
+        assert [self.core.abort_reason()] == ([c[2] for c in commands if c[0] == "Abort"] or [""])
         assert searches == [c for c in commands if c[0] == "Search"]
         for g, box in enumerate(devices):
             mine = {"PreemptPrefetch": 1, "Load": 2}
