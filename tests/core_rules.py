@@ -37,6 +37,7 @@ class RuleObserver(Picture):
 
     def check_counters(self, counters: dict[str, Any]) -> None:
         """Compare with the core's counters; `dropped` cannot be seen from outside."""
+        self.counters.unused_bytes = len(self.unused) * self.config.expert_bytes
         mine = self.counters.values() | self.searches.counters()
         for name, value in mine.items():
             if name != "dropped":

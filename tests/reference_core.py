@@ -44,6 +44,7 @@ class ReferenceCore(Predictions):
 
     def counter_values(self) -> dict[str, Any]:
         """All counters by name."""
+        self.counters.unused_bytes = self.config.expert_bytes * sum(state.unused for state in self.states)
         return self.counters.values()
 
     # -- the iteration

@@ -67,6 +67,7 @@ class Counters:
     late_searches: int = 0
     skipped_updates: int = 0
     failed_prefetches: int = 0
+    unused_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("activated", "hits", "late", "misses"):
@@ -238,7 +239,8 @@ class Devices:
         if partial is not None:
             self._load(partial, self.states[partial].slot, "prefetch", -1)
             return
-        expert = self.choose_prefetch(device)
+        oracle = self.config.predictor == "oracle"
+        expert = self.oracle_choice(device) if oracle else self.queue_choice(device)
         if expert is None:
             return
         place = self._room(device)
@@ -247,8 +249,22 @@ class Devices:
             self.states[expert].stamp = self.gates
             self._load(expert, place[0], "prefetch", place[1])
 
-    def choose_prefetch(self, device: int) -> int | None:
-        """The expert that an idle device without a partial one should prefetch; `oracle` overrides it."""
+    def oracle_choice(self, device: int) -> int | None:
+        """The next expert that will be missing, unless whoever leaves for it is needed by then."""
+        now = self.iteration * self.config.layers + self.l_now
+        mine = range(device, len(self.states), self.config.devices)
+        absent = [e for e in mine if self.states[e].status == "absent"]
+        missing = [(s, e) for s in self.future if s > now for e in absent if e in self.future[s]]
+        if not missing:
+            return None
+        step, expert = min(missing)
+        victim = self.victim(device)
+        if -1 not in self.slots[device] and victim is not None and self.next_use(victim) <= step:
+            return None
+        return expert
+
+    def queue_choice(self, device: int) -> int | None:
+        """The queued expert of the largest priority."""
         return max(
             self.queues[device],
             key=lambda e: (priority(self.states[e].p, self.layer_of(e), self.l_now), -e),
