@@ -14,7 +14,7 @@ std::uint64_t Core::seed_store(const StoreContents& s, double time_s) {
     const auto width = static_cast<std::size_t>(config_.embedding_width);
     const auto map_size = static_cast<std::size_t>(config_.total_experts());
     const std::size_t n = s.written.size();
-    require(iteration_ < 0, "seed_store comes before the first iteration");
+    require(iteration_ < 0 && stored_ == 0, "seed_store comes once, before the first iteration");
     require(n <= static_cast<std::size_t>(config_.store_capacity),
             "seed_store: more maps than the store holds");
     require(s.maps.size() == n * map_size, "seed_store: maps are not [n, L, J]");
@@ -185,9 +185,6 @@ std::uint64_t Core::end_iteration(double time_s) {
     for (Device& d : devices_) {
         counters_.dropped += static_cast<std::int64_t>(d.queue.size());
         d.queue.clear();
-        if (d.partial != kNone) {
-            drop_partial(d);
-        }
     }
     for (Ticket& ticket : tickets_) {
         if (ticket.request.kind != SearchKind::update && !ticket.abandoned) {
@@ -216,7 +213,7 @@ std::uint64_t Core::foresight(std::int64_t step, const std::vector<std::vector<E
     require_running();
     require(config_.predictor == PredictorKind::oracle || config_.eviction == EvictionKind::belady,
             "foresight: only belady and oracle may know the future");
-    require(step > this->step(), "foresight: the step is past");
+    require(step >= 0 && step > this->step(), "foresight: the step is past");
     require(step <= std::max(foresight_.end(), this->step() + 1),
             "foresight: steps are missing before this one");
     for (const auto& ids : required) {

@@ -233,6 +233,7 @@ std::uint64_t Core::loaded(ExpertId id, double time_s) {
     d.asked_to_pause = false;
     e.status = Status::resident;
     e.unused = prefetch && !e.pinned;
+    counters_.useful_bytes += prefetch && e.pinned ? config_.expert_bytes : 0;
     e.failures = 0;
     chunk_missing_ -= e.pinned ? 1 : 0;
     return settle(time_s);
@@ -256,7 +257,8 @@ std::uint64_t Core::paused(ExpertId id, std::int64_t bytes_done, double time_s) 
     e.status = Status::partial;
     d.partial = id;
     d.partial_bytes = bytes_done;
-    if (e.pinned) {
+    if (e.pinned) {  // required since it was asked to pause: what there is of it is useful, the rest is demanded
+        counters_.useful_bytes += bytes_done;
         demand(id);
     } else if (layer_of(id) <= layer_now_ || !open_ || d.loading_queued_in != iteration_) {
         drop_partial(d);
@@ -274,6 +276,7 @@ std::uint64_t Core::load_failed(ExpertId id, const std::string& reason, double t
         c.reason.values.insert(c.reason.values.end(), reason.begin(), reason.end());
     });
     Expert& e = at(id);
+    counters_.wasted_bytes += d.loading_kind == LoadKind::prefetch ? d.loading_offset : 0;
     d.loading = kNone;
     d.asked_to_pause = false;
     d.slots[static_cast<std::size_t>(e.slot)] = kNone;

@@ -39,15 +39,10 @@ void Core::require_experts(std::span<const int> activated) {
         e.stamp = gates_;
         if (e.status == Status::resident) {
             e.pinned = true;
-            if (e.unused) {
-                e.unused = false;
-                counters_.useful_bytes += config_.expert_bytes;
-            }
+            counters_.useful_bytes += e.unused ? config_.expert_bytes : 0;
+            e.unused = false;
         } else if (e.status == Status::loading) {  // late: it keeps loading and is waited for
             e.pinned = true;
-            counters_.useful_bytes += config_.expert_bytes;
-        } else if (e.status == Status::partial) {
-            counters_.useful_bytes += device_of(id).partial_bytes;
         }
     }
     purge_queues();
@@ -65,9 +60,6 @@ void Core::purge_queues() {
             return true;
         });
         d.queue.erase(past, d.queue.end());
-        if (d.partial != kNone && layer_of(d.partial) <= layer_now_ && !at(d.partial).required) {
-            drop_partial(d);
-        }
     }
 }
 

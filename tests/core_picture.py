@@ -108,14 +108,11 @@ class Picture:
         ):
             getattr(self.counters, name)[phase][layer] += count
         self.pinned = required & (self.resident | loading)
-        self.useful((required & self.unused) | (required & loading))
+        self.useful(required & self.unused)
         self.uncovered = required
         for e in required:
             self.stamps[e] = self.gates
-        for device in self.devices:
-            for e in list(device.partial):
-                if e // self.config.experts <= layer and e not in required:
-                    self.waste_partial(device, e)
+        rule(not any(device.partial for device in self.devices), "a partial expert resumes before the next gate")
 
     def _computed(self, layer: int, experts: Sequence[int]) -> None:
         ids = set(experts)
@@ -126,9 +123,7 @@ class Picture:
     def _end_iteration(self) -> None:
         assert self.layer_done
         self.open = False
-        for device in self.devices:
-            for e in list(device.partial):
-                self.waste_partial(device, e)
+        rule(not any(device.partial for device in self.devices), "a partial expert resumes before the end")
 
     def _search_done(self, ticket: int) -> None:
         pass
@@ -145,6 +140,8 @@ class Picture:
         self.failures[expert] = 0
         if transfer.kind == "prefetch" and expert not in self.pinned:
             self.unused.add(expert)
+        elif transfer.kind == "prefetch":
+            self.counters.useful_bytes += self.config.expert_bytes
 
     def _paused(self, expert: int, bytes_done: int) -> None:
         transfer = self.landed(expert, bytes_done)
@@ -154,12 +151,16 @@ class Picture:
         device.partial[expert] = bytes_done
         past = expert // self.config.experts <= self.layer
         ended = transfer.iteration != self.iteration or not self.open
-        if expert not in self.pinned and (past or ended):
+        if expert in self.pinned:
+            self.counters.useful_bytes += bytes_done
+        elif past or ended:
             self.waste_partial(device, expert)
 
     def _load_failed(self, expert: int, reason: str) -> None:
         transfer = self.landed(expert, -1)
         self.device(expert).slots[transfer.slot] = -1
+        if transfer.kind == "prefetch":
+            self.counters.wasted_bytes += transfer.offset
         if expert in self.pinned:
             self.failures[expert] = self.failures.get(expert, 0) + 1
         else:

@@ -93,8 +93,9 @@ class ReferenceCore(Predictions):
         for e in required:
             state = self.states[e]
             if state.status in ("resident", "loading"):
-                if state.status == "loading" or state.unused:
-                    self._useful(e)
+                if state.unused:
+                    state.unused = False
+                    self.counters.useful_bytes += config.expert_bytes
                 state.pinned = True
         self._leave_queues(set(required))
         self.rest = required
@@ -129,10 +130,6 @@ class ReferenceCore(Predictions):
         for queue in self.queues:
             self.counters.dropped += len(queue)
             queue.clear()
-        for device in range(config.devices):
-            partial = self.partial_of(device)
-            if partial is not None:
-                self.drop_partial(partial)
         for work in self.pending:
             if work.kind != "update" and not work.abandoned:
                 work.abandoned = True
@@ -155,6 +152,8 @@ class ReferenceCore(Predictions):
             self.counters.prefetch_loads += 1
         state.status, state.offset, state.failures = "resident", 0, 0
         state.unused = flight.kind == "prefetch" and not state.pinned
+        if flight.kind == "prefetch" and state.pinned:
+            self.counters.useful_bytes += self.config.expert_bytes
         return self.finish()
 
     def paused(self, expert: int, bytes_done: int) -> list[Command]:
@@ -168,6 +167,7 @@ class ReferenceCore(Predictions):
         state.status, state.offset = "partial", bytes_done
         ended = flight.iteration != self.iteration or not self.open
         if state.pinned:
+            self.counters.useful_bytes += bytes_done
             self.demands[self.device_of(expert)].add(expert)
         elif ended or self.layer_of(expert) <= self.l_now:
             self.drop_partial(expert)
@@ -175,8 +175,10 @@ class ReferenceCore(Predictions):
 
     def load_failed(self, expert: int, reason: str) -> list[Command]:
         self.accepting()
-        self.flight_of(expert)
+        flight = self.flight_of(expert)
         state, device = self.states[expert], self.device_of(expert)
+        if flight.kind == "prefetch":
+            self.counters.wasted_bytes += flight.offset
         self.flights[device] = None
         self.free_slot(expert)
         if state.pinned:
@@ -214,18 +216,11 @@ class ReferenceCore(Predictions):
             )
             outcome[phase][self.l_now] += 1
 
-    def _useful(self, expert: int) -> None:
-        self.states[expert].unused = False
-        self.counters.useful_bytes += self.config.expert_bytes
-
     def _leave_queues(self, required: set[int]) -> None:
-        for device, queue in enumerate(self.queues):
+        for queue in self.queues:
             leaving = {e for e in queue if self.layer_of(e) <= self.l_now}
             self.counters.dropped += len(leaving - required)
             queue -= leaving
-            partial = self.partial_of(device)
-            if partial is not None and self.layer_of(partial) <= self.l_now and partial not in required:
-                self.drop_partial(partial)
 
     def _next_chunk(self) -> None:
         config = self.config
