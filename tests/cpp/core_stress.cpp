@@ -145,6 +145,8 @@ class ForwardPass {
                 return false;
             }
             activated_ += static_cast<std::int64_t>(r.experts.size());
+            left_ =
+                c_.load_shape == LoadShape::layer ? static_cast<std::size_t>(c_.experts) : r.experts.size();
             if (!compute(layer)) {
                 return false;
             }
@@ -175,10 +177,6 @@ class ForwardPass {
                              "Abort of an expert that can be loaded");
                 return false;
             }
-            if (command.kind == RecordKind::wait) {
-                wait_ = command.experts;
-                continue;
-            }
             while (!world_.search_is_done(command.ticket)) {
                 std::this_thread::yield();
             }
@@ -196,8 +194,10 @@ class ForwardPass {
         }
         while ((mask_ & kChunkOpen) != 0) {
             std::vector<ExpertId> ready = world_.core.chunk_ready();
-            const bool whole = (mask_ & kChunkReady) != 0 || ready == wait_;
-            if (!whole && (ready.empty() || !scenario_.as_ready)) {
+            // The masks of other threads' events may be about an earlier chunk: ask the core instead.
+            const bool more = (mask_ & kMoreChunks) != 0;
+            const bool whole = (mask_ & kChunkReady) != 0 || (!more && ready.size() == left_);
+            if (!whole && (ready.empty() || !(scenario_.as_ready || more))) {
                 while (!world_.forward.take()) {
                     std::this_thread::yield();
                 }
@@ -216,6 +216,7 @@ class ForwardPass {
                 }
                 dawdle(random_);
             }
+            left_ -= ready.size();
             const bool rest = whole && !scenario_.as_ready;
             if (!act([&] {
                     return rest ? world_.core.computed_chunk() : world_.core.computed(layer, ready);
@@ -244,8 +245,8 @@ class ForwardPass {
     const CoreConfig& c_;
     const std::uint64_t seed_;
     std::mt19937_64 random_;
-    std::uint64_t mask_ = 0;      // of the forward pass's own last event
-    std::vector<ExpertId> wait_;  // the chunk of the last Wait
+    std::uint64_t mask_ = 0;  // of the forward pass's own last event
+    std::size_t left_ = 0;    // of the layer's requirement, to be computed
     std::int64_t activated_ = 0;
 };
 

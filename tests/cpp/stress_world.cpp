@@ -219,7 +219,7 @@ void World::search() {
             const std::int64_t ticket = command.ticket;
             check(ticket == expected++, "tickets are not issued in order");
             dawdle(random);
-            if (random() % 8 == 0) {  // late for its layer, or for its iteration
+            if (random() % 20 == 0) {  // late for its layer, or for its iteration
                 std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
             }
             if (random() % 4 != 0) {  // otherwise search_done has to run it
