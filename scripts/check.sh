@@ -9,13 +9,13 @@ run() {
     "$@" || failed=1
 }
 
-run ruff check --quiet .
+run ruff check --quiet --output-format concise .
 run ruff format --quiet --check .
 # mypy reads the sources through a link named as the package; an installed finemoe would pass unread.
 mkdir -p build
 ln -sfn .. build/finemoe
 run mypy
-run mypy tests $(ls -d benchmarks 2>/dev/null)
+run mypy tests benchmarks
 echo "+ clang-format"
 find csrc tests/cpp -name '*.[ch]pp' -exec clang-format --dry-run -Werror {} + || failed=1
 exit $failed

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Minutes of work: the tests marked long, then the core between threads and the tests of the core under the address,
+# undefined-behaviour and thread sanitizers.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PATH="$PWD/.venv/bin:$PATH"
+dependencies=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+CXX=${CXX:-c++}
+
+python -m pytest -m long
+
+# An environment of its own per build: finemoe as a plain install, everything else from .venv.
+build() { # FOLDER SANITIZERS
+    echo "+ building for -fsanitize=$2 in $1"
+    python -m venv --without-pip "$1/venv"
+    echo "$dependencies" >"$("$1/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+    pip --python "$1/venv/bin/python" --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
+        --force-reinstall --config-settings build-dir="$1/cmake" --config-settings "cmake.define.FINEMOE_SANITIZE=$2" \
+        --config-settings cmake.define.FINEMOE_STRESS=ON .
+    "$1/cmake/core_stress"
+}
+
+# The interpreter is not instrumented, so the run-time library comes first.
+preload() { # FOLDER LIBRARY COMMAND...
+    echo "+ ${*:3}"
+    LD_PRELOAD="$("$CXX" -print-file-name="$2") $("$CXX" -print-file-name=libstdc++.so)" "$1/venv/bin/python" "${@:3}"
+}
+
+core_tests=$(grep -lE '_core|policy.core|run_cell|simulate' tests/test_*.py)
+export ASAN_OPTIONS=detect_leaks=0 # the interpreter keeps what it has at exit
+build build/address address,undefined
+preload build/address libasan.so -m pytest -q -m "not long" $core_tests
+build build/thread thread
+preload build/thread libtsan.so -m pytest -q -m "not long" $core_tests
