@@ -1,11 +1,11 @@
 """Every exception that FineMoE raises on purpose.
 
-    FineMoEError
-    ├── InputError            bad input from outside; exit code 2
-    │   ├── TraceError        a request or routing trace: names file, row, column, value, remedy
-    │   └── SettingError      an option, setting, profile or model description
-    ├── CapacityError         memory that does not fit, with each share; exit code 2
-    └── CoreError             a rule of the policy core was broken by its caller or the world
+FineMoEError
+├── InputError            bad input from outside; exit code 2
+│   ├── TraceError        a request or routing trace: names file, row, column, value, remedy
+│   └── SettingError      an option, setting, profile or model description
+├── CapacityError         memory that does not fit, with each share; exit code 2
+└── CoreError             a rule of the policy core was broken by its caller or the world
 """
 
 from __future__ import annotations

@@ -20,16 +20,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import measure  # first: it sets the number of threads
-
 import numpy as np
 import torch
-from scipy.linalg import blas
-
 from finemoe.policy.core import Searcher, core_options, make_config
 from finemoe.policy.models import load_model_spec
 from finemoe.policy.systems import find_system
 from finemoe.traces.routing_preset import load_preset
 from finemoe.traces.synthetic import SyntheticRouting
+from scipy.linalg import blas
 
 MODELS = ("mixtral-8x7b", "qwen1.5-moe", "phi-3.5-moe")
 WIDTHS = (64, 2048, 4096)
@@ -219,8 +217,12 @@ def line(what: str, against: str, ratio: float, target: float, *, at_least: bool
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=200, help="of the small cases; large ones take a tenth")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=200, help="of the small cases; large ones take a tenth"
+    )
     parser.add_argument("--small", action="store_true", help="C = 1K only")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -232,7 +234,12 @@ def main() -> None:
         least = trajectory(shape, 1000, args.repeats)
         what, ours_s = f"trajectory, {name}, C = 1K", least["finemoe"]
         line(
-            what, "torch cosine_similarity", least["cosine"] / ours_s, COSINE_TARGET, at_least=True, ours_s=ours_s
+            what,
+            "torch cosine_similarity",
+            least["cosine"] / ours_s,
+            COSINE_TARGET,
+            at_least=True,
+            ours_s=ours_s,
         )
         against, seconds = fastest(least, "BLAS")
         line(what, against, seconds / ours_s, BLAS_TARGET, at_least=True, ours_s=ours_s)

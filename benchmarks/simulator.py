@@ -15,11 +15,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from measure import ROOT, machine, median, timeout_s
-
 from finemoe.sim.plan import make_plan
 from finemoe.sim.run import run_plan
 from finemoe.sim.settings import resolve
+from measure import ROOT, machine, median, timeout_s
 
 LAYER_TARGET, LOAD_TARGET = 12.0, 5.0
 WHOLE = "1.0"
@@ -69,7 +68,9 @@ def run_once(cell: Cell, trace: Path, requests: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--trace", type=Path, default=ROOT / "traces" / "samples" / "azure_conv_synthetic.parquet"
     )

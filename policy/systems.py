@@ -42,7 +42,7 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
 _ROWS = (
     System(
         name="finemoe",
-        description="expert maps: semantic and trajectory search, δ sets, p/(l − l_now); smallest p·freq evicted",
+        description="expert maps: semantic and trajectory search, δ sets; smallest p·freq evicted",
         source="FineMoE, EuroSys '26, arXiv 2502.05370",
         predictor="map",
         semantic=True,
@@ -62,7 +62,7 @@ _ROWS = (
     ),
     System(
         name="deepspeed",
-        description="every layer loads all its non-resident experts, blocking; LRU cache (the policy is ours to state)",
+        description="every layer loads all its non-resident experts, blocking; LRU cache (ours to state)",
         source="DeepSpeed-Inference as evaluated in arXiv 2502.05370 §6.1",
         load_shape="layer",
         hit_rate_defined=False,
@@ -75,7 +75,7 @@ _ROWS = (
     ),
     System(
         name="oracle",
-        description="knows the remaining routing of running requests: link-aware prefetch, Belady traded against time",
+        description="knows the remaining routing of running requests: prefetch in order of need, Belady",
         source="upper bound; Belady 1966",
         predictor="oracle",
         eviction="belady",

@@ -1,4 +1,4 @@
-"""decisions.parquet: every event and command of the policy core, in one total order, with its configuration."""
+"""decisions.parquet: every event and command of the policy core in one total order, with its configuration."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _LISTS = {
 def decision_table(log: Mapping[str, Any], options: Mapping[str, int | float | str | bool]) -> pa.Table:
     """The core's log (`Core.take_log`) as a table; the core's options go into its metadata.
 
-    One row per event or command. `sub_kind` is demand or prefetch of a Load, semantic, trajectory or update of a
-    Search. `values` holds f16 gate rows, embeddings or stored maps. −1 and empty lists: not applicable.
+    One row per event or command. `sub_kind` is demand or prefetch of a Load, semantic, trajectory or update of
+    a Search. `values` holds f16 gate rows, embeddings or stored maps. −1 and empty lists: not applicable.
     """
     kind, detail = log["kind"], log["detail"]
     sub_kind = np.full(len(kind), -1, np.int8)
@@ -68,7 +68,18 @@ def decision_table(log: Mapping[str, Any], options: Mapping[str, int | float | s
         ),
         "blocking": pa.array(log["blocking"]),
     }
-    for name in ("layer", "target", "expert", "device", "slot", "evicts", "ticket", "offset", "bytes", "work"):
+    for name in (
+        "layer",
+        "target",
+        "expert",
+        "device",
+        "slot",
+        "evicts",
+        "ticket",
+        "offset",
+        "bytes",
+        "work",
+    ):
         columns[name] = pa.array(log[name])
     for name, kind_of in _LISTS.items():
         values, ends = log[name]
@@ -92,7 +103,9 @@ def read_decisions(path: Path) -> tuple[pa.Table, dict[str, int | float | str | 
     try:
         table = pq.read_table(path)
     except FileNotFoundError:
-        raise TraceError(path, "there is no decision log (--decisions none writes none).", remedy=remedy) from None
+        raise TraceError(
+            path, "there is no decision log (--decisions none writes none).", remedy=remedy
+        ) from None
     except (OSError, pa.ArrowInvalid) as error:
         raise TraceError(path, f"not a readable Parquet file ({error}).", remedy=remedy) from None
     metadata = table.schema.metadata or {}

@@ -16,7 +16,19 @@ from ..policy.core import Core, make_config
 from .decisions import FIRST_COMMAND, KINDS, decision_table, read_decisions
 
 _CONTEXT_ROWS = 6
-_SHOWN = ("sub_kind", "layer", "target", "expert", "device", "slot", "evicts", "ticket", "offset", "bytes", "work")
+_SHOWN = (
+    "sub_kind",
+    "layer",
+    "target",
+    "expert",
+    "device",
+    "slot",
+    "evicts",
+    "ticket",
+    "offset",
+    "bytes",
+    "work",
+)
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,9 @@ def replay(results: str | Path) -> ReplayReport:
             iteration=int(rows.column("iteration")[min(first, len(rows) - 1)]),
             logged=rows.describe(first) if first < len(rows) else "nothing",
             replayed=replayed,
-            context=tuple(rows.describe(i) for i in range(max(0, first - _CONTEXT_ROWS), min(first, len(rows)))),
+            context=tuple(
+                rows.describe(i) for i in range(max(0, first - _CONTEXT_ROWS), min(first, len(rows)))
+            ),
         )
     events = int(np.count_nonzero(rows.kind < FIRST_COMMAND))
     iterations = int(np.count_nonzero(rows.kind == KINDS.index("begin_iteration")))
@@ -114,7 +128,8 @@ class _Rows:
         if key not in self._columns:
             chunk = self._table[name].combine_chunks()
             self._columns[key] = (chunk.offsets.to_numpy(), chunk.values.to_numpy(zero_copy_only=False))
-        return self._columns[key]
+        parts: tuple[Any, Any] = self._columns[key]
+        return parts
 
     def items(self, name: str, index: int) -> Any:
         offsets, values = self.list_parts(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import simpy
@@ -73,7 +73,7 @@ class Engine:
         self._totals = core.totals()
 
     def deliver(self, mask: int) -> None:
-        """Hand the core's commands to those who carry them out, and wake the forward pass where it can go on."""
+        """Hand the core's commands to those who carry them out; wake the forward pass where it can go on."""
         if mask & _OUTBOXES:
             devices = mask >> DEVICE_SHIFT
             while devices:

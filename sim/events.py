@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import simpy
+from simpy.events import EventPriority
 
 # At equal simulated time: loads, pauses, search results, then what the engine does, then arrivals.
 # SimPy's own urgent and normal priorities are 0 and 1.
-LOADED, PAUSED, SEARCH_DONE, ENGINE, ARRIVAL = 2, 3, 4, 5, 6
+LOADED, PAUSED, SEARCH_DONE, ENGINE, ARRIVAL = (EventPriority(n) for n in range(2, 7))
 
 
 class Timer(simpy.Event):
     """An event with a priority that can be started again once it has fired.
 
-    `simpy.Timeout` knows no priority and is made anew each time, which costs a layer more than its core event.
+    `simpy.Timeout` knows no priority and is made anew each time, which costs more than a layer's core event.
     """
 
     def __init__(
         self,
         env: simpy.Environment,
-        priority: int,
+        priority: EventPriority,
         callback: Callable[[simpy.Event], None] | None = None,
     ) -> None:
         super().__init__(env)

@@ -13,7 +13,7 @@ HORIZON = 32  # iterations ahead; next uses beyond it count as never
 
 
 class Foresight:
-    """Keeps the core informed about the next iterations, on the assumption that no further request arrives."""
+    """Keeps the core informed about the next iterations, as if no further request arrived."""
 
     def __init__(self, core: Core, feed: Feed, layers: int) -> None:
         self._core = core

@@ -1,4 +1,4 @@
-"""One device's host link: fixed latency plus bytes over bandwidth, one copy at a time, preemptible between chunks."""
+"""One device's host link: latency plus bytes over bandwidth, one copy at a time, preemptible by chunks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Copies:
 class Link:
     """Carries out one device's outbox.
 
-    A chunk costs no event of its own: where a copy stops is computed when it is asked to pause. `deliver` takes
-    the mask that the core returns.
+    A chunk costs no event of its own: where a copy stops is computed when it is asked to pause. `deliver`
+    takes the mask that the core returns.
     """
 
     def __init__(

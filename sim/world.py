@@ -62,7 +62,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """What happened in one cell. `per_layer` holds int64[2, L] (prefill, decode) of activated, hits and late."""
+    """What happened in one cell. `per_layer`: int64[2, L] (prefill, decode) of activated, hits and late."""
 
     requests: RequestLog
     iterations: IterationLog
@@ -92,8 +92,8 @@ def cell_options(inputs: CellInputs, plan: MemoryPlan) -> Options:
     meta = inputs.routing.meta
     if (meta.layers, meta.experts, meta.top_k) != (model.layers, model.experts, model.top_k):
         raise SettingError(
-            f"the routing is of {meta.model} ({meta.layers} layers x {meta.experts} experts, top-{meta.top_k}), the "
-            f"model is {model.name} ({model.layers} x {model.experts}, top-{model.top_k}). "
+            f"the routing is of {meta.model} ({meta.layers} layers x {meta.experts} experts, top-{meta.top_k}), "
+            f"the model is {model.name} ({model.layers} x {model.experts}, top-{model.top_k}). "
             "Give --model or --routing that belong together."
         )
     return core_options(

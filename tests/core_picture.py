@@ -112,7 +112,10 @@ class Picture:
         self.uncovered = required
         for e in required:
             self.stamps[e] = self.gates
-        rule(not any(device.partial for device in self.devices), "a partial expert resumes before the next gate")
+        rule(
+            not any(device.partial for device in self.devices),
+            "a partial expert resumes before the next gate",
+        )
 
     def _computed(self, layer: int, experts: Sequence[int]) -> None:
         ids = set(experts)

@@ -43,7 +43,9 @@ class RuleObserver(Picture):
         flights = [d.transfer for d in self.devices if d.transfer is not None]
         held += sum(t.offset for t in flights if t.kind == "prefetch")
         spent = self.counters.useful_bytes + self.counters.wasted_bytes + self.counters.unused_bytes
-        rule(self.counters.prefetch_bytes == spent + held, "prefetch bytes are useful, wasted, unused or held")
+        rule(
+            self.counters.prefetch_bytes == spent + held, "prefetch bytes are useful, wasted, unused or held"
+        )
         for name, value in mine.items():
             if name != "dropped":
                 rule(counters[name] == value, f"{name}: core {counters[name]}, outside {value}")
