@@ -1,4 +1,4 @@
-"""decisions.parquet: every event and command of the policy core in one total order, with its configuration."""
+"""decisions.parquet: the policy core's events and commands in one total order, with its configuration."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _LISTS = {
 def decision_table(log: Mapping[str, Any], options: Mapping[str, int | float | str | bool]) -> pa.Table:
     """The core's log (`Core.take_log`) as a table; the core's options go into its metadata.
 
-    One row per event or command. `sub_kind` is demand or prefetch of a Load, semantic, trajectory or update of
-    a Search. `values` holds f16 gate rows, embeddings or stored maps. −1 and empty lists: not applicable.
+    One row per event or command. `sub_kind` is demand or prefetch of a Load, semantic, trajectory or
+    update of a Search. `values` holds f16 gate rows, embeddings or stored maps. −1 and empty lists: not applicable.
     """
     kind, detail = log["kind"], log["detail"]
     sub_kind = np.full(len(kind), -1, np.int8)

@@ -92,8 +92,9 @@ def cell_options(inputs: CellInputs, plan: MemoryPlan) -> Options:
     meta = inputs.routing.meta
     if (meta.layers, meta.experts, meta.top_k) != (model.layers, model.experts, model.top_k):
         raise SettingError(
-            f"the routing is of {meta.model} ({meta.layers} layers x {meta.experts} experts, top-{meta.top_k}), "
-            f"the model is {model.name} ({model.layers} x {model.experts}, top-{model.top_k}). "
+            f"the routing is of {meta.model} ({meta.layers} layers x {meta.experts} experts, "
+            f"top-{meta.top_k}), the model is {model.name} ({model.layers} x {model.experts}, "
+            f"top-{model.top_k}). "
             "Give --model or --routing that belong together."
         )
     return core_options(
