@@ -51,7 +51,8 @@ def decision_table(log: Mapping[str, Any], options: Mapping[str, int | float | s
     """The core's log (`Core.take_log`) as a table; the core's options go into its metadata.
 
     One row per event or command. `sub_kind` is demand or prefetch of a Load, semantic, trajectory or
-    update of a Search. `values` holds f16 gate rows, embeddings or stored maps. −1 and empty lists: not applicable.
+    update of a Search. `values` holds f16 gate rows, embeddings or stored maps. −1 and empty lists: not
+    applicable.
     """
     kind, detail = log["kind"], log["detail"]
     sub_kind = np.full(len(kind), -1, np.int8)

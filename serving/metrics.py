@@ -131,6 +131,7 @@ def summarize(
     busy_s: Mapping[str, float],
     devices: int,
     simulated_s: float,
+    counted_s: float,
     wall_s: float | None,
     max_num_seqs: int,
     hit_rate_defined: bool,
@@ -139,11 +140,12 @@ def summarize(
 ) -> CellSummary:
     """The figures of one finished run.
 
-    `counters` are the core's, over the whole run, "wasted_bytes" including what was left over at its end;
-    `per_layer` has its "activated" and "hits", [2, L], prefill first; `memory_bytes` is the peak per
-    purpose; `busy_s["link"]` sums the links' busy seconds over `devices` links. Steps count from the
-    admission of the first counted request on, so that a warm-up is left out of every rate. In an offline
-    run there is no queue: queue time and load are null, and TTFT is service TTFT.
+    `counters`, `per_layer` and `busy_s` are of the last `counted_s` seconds, without the warm-up.
+    "wasted_bytes" includes what was left unused at the end; `per_layer` has "activated" and "hits", [2, L],
+    prefill first; `memory_bytes` is the peak per purpose; `busy_s["link"]` sums the busy seconds of the
+    links of all `devices`. Steps count from the admission of the first counted request on, so that a
+    warm-up is left out of every rate. In an offline run there is no queue: queue time and load are null,
+    and TTFT is service TTFT.
     """
     rows = requests.table()
     rows = rows[rows["counted"]]
@@ -198,7 +200,7 @@ def summarize(
         stall_share=_share(total("stall_s"), span),
         search_wait_share=_share(total("search_wait_s"), span),
         compute_share=_share(total("compute_s"), span),
-        link_busy_share=_share(busy_s["link"], simulated_s * devices),
+        link_busy_share=_share(busy_s["link"], counted_s * devices),
         search_late_share=_share(counters["late_searches"], counters["searches"]),
         throughput_tokens_per_s=_share(float(rows["output_tokens"].sum()), served_s),
         load=offered,

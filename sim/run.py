@@ -121,6 +121,7 @@ def _run(plan: Plan, cell: Cell, on_progress: OnProgress | None) -> tuple[CellSu
         busy_s=outcome.busy_s,
         devices=plan.profile.devices,
         simulated_s=outcome.simulated_s,
+        counted_s=outcome.counted_s,
         wall_s=wall_s,
         max_num_seqs=settings.max_num_seqs,
         hit_rate_defined=cell.system.hit_rate_defined,
@@ -132,10 +133,7 @@ def _run(plan: Plan, cell: Cell, on_progress: OnProgress | None) -> tuple[CellSu
 
 def _notes(plan: Plan, cell: Cell, outcome: CellOutcome) -> tuple[str, ...]:
     """What the world, the memory split and the settings have to say of a run, each once."""
-    notes = [*outcome.notes, *(cell.memory.warnings if cell.memory else ())]
-    if plan.settings.warmup:
-        notes.append("prefetch bytes, search lateness, link time and rates by layer include the warm-up")
-    return tuple(dict.fromkeys(notes))
+    return tuple(dict.fromkeys([*outcome.notes, *(cell.memory.warnings if cell.memory else ())]))
 
 
 def _waiting(cell: Cell) -> CellSummary:

@@ -62,7 +62,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """What happened in one cell. `per_layer`: int64[2, L] (prefill, decode) of activated, hits and late."""
+    """What happened in one cell. `per_layer`: int64[2, L] (prefill, decode) of activated, hits and late.
+
+    The logs and decisions hold the whole run; counters, layers and busy times the last `counted_s` seconds,
+    from the admission of the first request that is no warm-up.
+    """
 
     requests: RequestLog
     iterations: IterationLog
@@ -72,6 +76,7 @@ class CellOutcome:
     memory_bytes: dict[str, int]
     busy_s: dict[str, float]
     simulated_s: float
+    counted_s: float
     notes: tuple[str, ...]
 
 
@@ -153,31 +158,40 @@ class _World:
         self._still_to_come = len(inputs.requests)
         self._idle: simpy.Event | None = None
         self._peak_kv_tokens = 0
+        self._counting = False
+        self._before = self._reading()
 
     def run(self) -> CellOutcome:
         env, core = self._env, self._core
         env.process(self._arrivals())
         env.run(until=env.process(self._serve()))
-        counters = core.counters()
-        counters["wasted_bytes"] += counters.pop("unused_bytes")
-        links = self._engine.links
-        counters["bytes_moved"] = sum(link.bytes_moved for link in links)
-        embedded = inputs_embedded(self._inputs)
+        now, before = self._reading(), self._before
+        counters = {name: value - before.counters[name] for name, value in now.counters.items()}
+        counters["wasted_bytes"] += now.counters["unused_bytes"]  # left unused
+        del counters["unused_bytes"]
         return CellOutcome(
             requests=self._request_log,
             iterations=self._engine.log,
             counters=counters,
-            per_layer=core.layer_counts(),
+            per_layer={name: value - before.per_layer[name] for name, value in now.per_layer.items()},
             decisions=decision_table(core.take_log(), self._options) if self._log_iterations else None,
             memory_bytes=self._plan.peak_memory_bytes(self._peak_kv_tokens),
-            busy_s={
-                "link": sum(link.busy_s for link in links),
-                "compute": self._engine.compute_s,
-                "search": self._engine.worker.busy_s,
-            },
+            busy_s={name: value - before.busy_s[name] for name, value in now.busy_s.items()},
             simulated_s=env.now,
-            notes=(*self._plan.warnings, *embedded),
+            counted_s=env.now - before.time_s,
+            notes=(*self._plan.warnings, *_inactive(self._inputs)),
         )
+
+    def _reading(self) -> _Reading:
+        engine = self._engine
+        counters = self._core.counters()
+        counters["bytes_moved"] = sum(link.bytes_moved for link in engine.links)
+        busy_s = {
+            "link": sum(link.busy_s for link in engine.links),
+            "compute": engine.compute_s,
+            "search": engine.worker.busy_s,
+        }
+        return _Reading(self._env.now, counters, self._core.layer_counts(), busy_s)
 
     def _routing(self, request: Request) -> RequestRouting:
         return self._inputs.routing.routing_for(request.index, request.prompt_tokens, request.output_tokens)
@@ -229,6 +243,9 @@ class _World:
 
     def _admit(self, state: RequestState) -> None:
         request = state.request
+        if not self._counting and request.index not in self._not_counted:
+            self._counting = True
+            self._before = self._reading()
         routing = self._routing(request)
         self._feed.add(
             request.index,
@@ -243,10 +260,11 @@ class _World:
     def _finish(self, state: RequestState) -> None:
         request = state.request
         self._feed.remove(request.index)
+        admitted_s = self._admitted_s.pop(request.index)
         self._request_log.append(
             request.index,
-            request.arrival_s,
-            self._admitted_s.pop(request.index),
+            admitted_s if self._inputs.settings.offline else request.arrival_s,
+            admitted_s,
             self._first_token_s.pop(request.index),
             self._env.now,
             request.prompt_tokens,
@@ -255,8 +273,18 @@ class _World:
         )
 
 
-def inputs_embedded(inputs: CellInputs) -> tuple[str, ...]:
-    """Says where a map system runs without semantic search."""
+@dataclass(frozen=True)
+class _Reading:
+    """The totals at one moment."""
+
+    time_s: float
+    counters: dict[str, int]
+    per_layer: dict[str, NDArray[np.int64]]
+    busy_s: dict[str, float]
+
+
+def _inactive(inputs: CellInputs) -> tuple[str, ...]:
+    """Mechanisms of the system that the routing gives no signal for."""
     if inputs.system.semantic and inputs.routing.meta.embedding_width == 0:
         return ("semantic: INACTIVE (the routing has no embeddings)",)
     return ()

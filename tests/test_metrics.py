@@ -36,7 +36,8 @@ def summary(requests: RequestLog, iterations: IterationLog, **changes: Any) -> C
         "memory_bytes": {"dense weights": 3, "KV cache": 4, "expert slots": 5},
         "busy_s": {"link": 4.0, "compute": 5.0},
         "devices": 2,
-        "simulated_s": 10.0,
+        "simulated_s": 12.0,
+        "counted_s": 10.0,
         "wall_s": 0.5,
         "max_num_seqs": 8,
         "hit_rate_defined": True,
@@ -110,7 +111,7 @@ def test_undefined_figures_are_null() -> None:
     result = summary(*two_requests(), hit_rate_defined=False)
     assert (result.hit_rate, result.hit_rate_prefill, result.hit_rate_decode, result.late_rate) == (None,) * 4
     assert result.hit_rate_by_layer_decode == ()
-    empty = summary(RequestLog(), IterationLog(), counters=dict.fromkeys(COUNTERS, 0), simulated_s=0.0)
+    empty = summary(RequestLog(), IterationLog(), counters=dict.fromkeys(COUNTERS, 0), counted_s=0.0)
     text = json.dumps(msgspec.to_builtins(empty), allow_nan=False)  # raises on NaN
     assert json.loads(text)["ttft_s"] == {"mean": None, "p50": None, "p90": None, "p99": None}
     assert (empty.hit_rate, empty.stall_share, empty.link_busy_share, empty.search_late_share) == (None,) * 4

@@ -118,7 +118,12 @@ def test_warm_up_requests_are_served_and_not_counted(trace: Path, tmp_path: Path
         trace, model="gpt-oss-20b", policy="lru", num_requests=6, warmup=4, output=tmp_path / "out"
     )
     assert results.runs[0].requests == 2
-    assert any("include the warm-up" in note for note in results.runs[0].notes)
+    counters = results.runs[0].counters
+    whole = simulate(
+        trace, model="gpt-oss-20b", policy="lru", num_requests=6, output=tmp_path / "whole"
+    ).runs[0]
+    assert 0 < counters["demand_bytes"] < whole.counters["demand_bytes"]
+    assert counters["demand_bytes"] == results.runs[0].demand_bytes == counters["bytes_moved"]
     counted = pq.read_table(tmp_path / "out" / "requests.parquet").column("counted").to_pylist()
     assert counted == [False] * 4 + [True] * 2
 
