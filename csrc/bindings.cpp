@@ -109,10 +109,10 @@ py::list command_list(const std::vector<Command>& commands) {
 
 template <typename Take>
 py::list drained(Take&& take) {
-    std::vector<Command> commands;
+    thread_local std::vector<Command> commands;
     {
         const py::gil_scoped_release release;
-        commands = take();
+        take(commands);
     }
     return command_list(commands);
 }
@@ -275,11 +275,11 @@ PYBIND11_MODULE(_core, m) {
         .def("foresight", &Core::foresight, py::arg("step"), py::arg("required"), py::arg("time_s") = 0.0,
              NoGil())
         .def(
-            "take_device", [](Core& core, int g) { return drained([&] { return core.take_device(g); }); },
+            "take_device", [](Core& core, int g) { return drained([&](auto& into) { core.take_device(g, into); }); },
             py::arg("device"))
-        .def("take_searches", [](Core& core) { return drained([&] { return core.take_searches(); }); })
+        .def("take_searches", [](Core& core) { return drained([&](auto& into) { core.take_searches(into); }); })
         .def("abort_reason", &Core::abort_reason, NoGil())
-        .def("take_forward", [](Core& core) { return drained([&] { return core.take_forward(); }); })
+        .def("take_forward", [](Core& core) { return drained([&](auto& into) { core.take_forward(into); }); })
         .def("run_searches", &Core::run_searches, py::arg("ticket"), NoGil())
         .def("search_abandoned", &Core::search_abandoned, py::arg("ticket"), NoGil())
         .def("chunk_ready", &Core::chunk_ready, NoGil())

@@ -91,20 +91,23 @@ Record Core::record(RecordKind kind, double time_s) const {
     return r;
 }
 
-std::vector<Command> Core::take_device(int g) {
+void Core::take_device(int g, std::vector<Command>& into) {
+    into.clear();
     const std::scoped_lock lock(mutex_);
     require(g >= 0 && g < config_.devices, "take_device: no such device");
-    return std::exchange(device_outbox_[static_cast<std::size_t>(g)], {});
+    into.swap(device_outbox_[static_cast<std::size_t>(g)]);
 }
 
-std::vector<Command> Core::take_searches() {
+void Core::take_searches(std::vector<Command>& into) {
+    into.clear();
     const std::scoped_lock lock(mutex_);
-    return std::exchange(search_outbox_, {});
+    into.swap(search_outbox_);
 }
 
-std::vector<Command> Core::take_forward() {
+void Core::take_forward(std::vector<Command>& into) {
+    into.clear();
     const std::scoped_lock lock(mutex_);
-    return std::exchange(forward_outbox_, {});
+    into.swap(forward_outbox_);
 }
 
 std::string Core::abort_reason() {

@@ -49,9 +49,10 @@ class Core {
                             double time_s = 0.0);
 
     // Outboxes; each consumer drains its own, in order.
-    std::vector<Command> take_device(int device);
-    std::vector<Command> take_searches();
-    std::vector<Command> take_forward();
+    // What was in `into` is dropped, its capacity is kept.
+    void take_device(int device, std::vector<Command>& into);
+    void take_searches(std::vector<Command>& into);
+    void take_forward(std::vector<Command>& into);
 
     // Runs searches and updates up to `ticket`, away from the core's mutex. search_done does it where nobody
     // did.

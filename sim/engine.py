@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ..serving.scheduler import Step
 
 _OUTBOXES = SEARCH_PENDING | -(1 << DEVICE_SHIFT)
-_READY_WHOLE = CHUNK_READY | MORE_CHUNKS
+_READY_WHOLE = CHUNK_READY | MORE_CHUNKS  # only the first: the whole layer can be computed
 
 Process = Generator[simpy.Event, None, None]
 
@@ -66,10 +66,12 @@ class Engine:
         self.log = IterationLog()
         self.compute_s = 0.0
         self._stall_s = 0.0
-        self._mask = 0
         self._timer = Timer(env, ENGINE)
-        self._wake = Timer(env, ENGINE)
-        self._asleep = False
+        # While the forward pass waits for loads: the mask bits that end the wait, when it began, and the
+        # computation that follows it.
+        self._wakes = 0
+        self._stalled_s = self._then_s = 0.0
+        self._mask = 0
         self._totals = core.totals()
 
     def deliver(self, mask: int) -> None:
@@ -81,10 +83,11 @@ class Engine:
                 devices &= devices - 1
             if mask & SEARCH_PENDING:
                 self.worker.drain()
-        if self._asleep and (mask & CHUNK_READY or self._as_ready):
-            self._asleep = False
+        if mask & self._wakes:
+            self._wakes = 0
             self._mask = mask
-            self._wake.fire()
+            self._stall_s += self._env.now - self._stalled_s
+            self._timer.fire(self._compute_s(self._then_s))
 
     def iterate(self, step: Step) -> Process:
         """One step of the scheduler, all layers."""
@@ -104,7 +107,7 @@ class Engine:
         attention_s = self._compute.attention_s(tokens, context, score_pairs=pairs)
         overhead_s = self._compute.iteration_overhead_s(tokens, len(states), context, score_pairs=pairs)
         slow_attention_s = attention_s * self._slowdown
-        first_link, start = self.links[0], self._timer.start
+        first_link, start, part_by_part = self.links[0], self._timer.start, self._as_ready
 
         mask = feed.begin_iteration(core, env.now)
         if mask & _OUTBOXES:
@@ -117,12 +120,15 @@ class Engine:
             if mask & _OUTBOXES:
                 self.deliver(mask)
             if mask & _READY_WHOLE == CHUNK_READY:
-                yield self._computing(expert_s[layer])
-                mask = core.computed_chunk(env.now)
-                if mask & _OUTBOXES:
-                    self.deliver(mask)
+                yield start(self._compute_s(expert_s[layer]))
+            elif part_by_part or mask & MORE_CHUNKS:
+                yield from self._parts(layer, mask, tokens, counts[layer].tolist())
+                continue
             else:
-                yield from self._chunks(layer, mask, expert_s[layer], tokens, counts[layer].tolist())
+                yield self._stall(CHUNK_READY, expert_s[layer])
+            mask = core.computed_chunk(env.now)
+            if mask & _OUTBOXES:
+                self.deliver(mask)
         self.compute_s += overhead_s
         yield start(overhead_s)
         mask = core.end_iteration(env.now)
@@ -130,39 +136,37 @@ class Engine:
             self.deliver(mask)
         self._note(step, start_s, tokens, self.compute_s - compute_before_s)
 
-    def _computing(self, seconds: float) -> Timer:
-        """A timer for expert computation, slower while any copy runs."""
+    def _compute_s(self, seconds: float) -> float:
+        """Expert computation that starts now takes this long: it is slower while any copy runs."""
         if self._copies.in_flight:
             seconds *= self._slowdown
         self.compute_s += seconds
-        return self._timer.start(seconds)
+        return seconds
 
-    def _chunks(self, layer: int, mask: int, whole_s: float, tokens: int, counts: list[int]) -> Process:
-        """A layer that has to wait for loads, or that goes through in several parts."""
-        core, env = self._core, self._env
+    def _stall(self, wakes: int, then_s: float) -> Timer:
+        """Wait until the core returns one of the bits `wakes`, then compute for `then_s`."""
+        self._wakes = wakes
+        self._stalled_s = self._env.now
+        self._then_s = then_s
+        return self._timer.wait()
+
+    def _parts(self, layer: int, mask: int, tokens: int, counts: list[int]) -> Process:
+        """A layer in several parts: chunk by chunk, or whatever is resident while the rest is loaded."""
+        core = self._core
         first = layer * self._experts
-        in_parts = bool(mask & MORE_CHUNKS)
+        wakes = -1 if self._as_ready else CHUNK_READY
         exchange_s = self._compute.exchange_s(tokens)  # once per layer, with its first part
         while mask & CHUNK_OPEN:
-            ready = bool(mask & CHUNK_READY)
-            part = core.chunk_ready() if in_parts or (self._as_ready and not ready) else []
-            if not ready and not part:
-                began_s = env.now
-                self._asleep = True
-                yield self._wake.wait()
-                self._stall_s += env.now - began_s
+            part = core.chunk_ready() if self._as_ready or mask & CHUNK_READY else []
+            if not part:
+                yield self._stall(wakes, 0.0)
                 mask = self._mask
                 continue
-            if ready and not in_parts:
-                yield self._computing(whole_s)
-                mask = core.computed_chunk(env.now)
-            elif ready or self._as_ready:
-                in_parts = True
-                experts = [expert - first for expert in part]
-                part_s = self._compute.experts_time_s(layer, experts, [counts[j] for j in experts])
-                yield self._computing(part_s + exchange_s)
-                exchange_s = 0.0
-                mask = core.computed(layer, part, env.now)
+            experts = [expert - first for expert in part]
+            part_s = self._compute.experts_time_s(layer, experts, [counts[j] for j in experts])
+            yield self._timer.start(self._compute_s(part_s + exchange_s))
+            exchange_s = 0.0
+            mask = core.computed(layer, part, self._env.now)
             if mask & _OUTBOXES:
                 self.deliver(mask)
 

@@ -68,8 +68,7 @@ class Link:
 
     def _loaded(self, timer: simpy.Event) -> None:
         if timer is self._timer:  # otherwise it was asked to pause before
-            now = self._finish()
-            self._deliver(self._core.loaded(self._expert, now))
+            self._deliver(self._core.loaded(self._expert, self._finish()))
 
     def _pause(self) -> None:
         """PreemptPrefetch: the chunk in the copier finishes; if it is the last one, so does the load."""

@@ -171,7 +171,9 @@ class ForwardPass {
     }
 
     bool take() {
-        for (const Command& command : world_.core.take_forward()) {
+        std::vector<Command> commands;
+        world_.core.take_forward(commands);
+        for (const Command& command : commands) {
             if (command.kind == RecordKind::abort) {
                 world_.check(command.expert == scenario_.lost_expert,
                              "Abort of an expert that can be loaded");

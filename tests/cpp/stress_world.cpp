@@ -145,7 +145,9 @@ void World::copy(int g) {
     while (!stop_.load(std::memory_order_relaxed)) {
         me.busy = true;
         if (me.signal.take()) {
-            for (Command& command : core.take_device(g)) {
+            std::vector<Command> commands;
+            core.take_device(g, commands);
+            for (Command& command : commands) {
                 if (command.kind == RecordKind::preempt_prefetch) {
                     asked = loading;  // the load may be over by now: nothing to pause
                     continue;
@@ -215,7 +217,9 @@ void World::search() {
             std::this_thread::sleep_for(20us);
             continue;
         }
-        for (const Command& command : core.take_searches()) {
+        std::vector<Command> commands;
+        core.take_searches(commands);
+        for (const Command& command : commands) {
             const std::int64_t ticket = command.ticket;
             check(ticket == expected++, "tickets are not issued in order");
             dawdle(random);
