@@ -77,23 +77,26 @@ py::object filled(std::initializer_list<PyObject*> items) {
 }
 
 py::object command_tuple(const Command& c) {
-    static PyObject *const search = name("Search"), *const load = name("Load"), *const wait_search = name("WaitSearch"),
-                           *const preempt = name("PreemptPrefetch"), *const abort = name("Abort");
+    static PyObject *const search = name("Search"), *const load = name("Load"),
+                           *const wait_search = name("WaitSearch"), *const preempt = name("PreemptPrefetch"),
+                           *const abort = name("Abort");
     static PyObject* const search_kinds[] = {name("semantic"), name("trajectory"), name("update")};
     static PyObject* const load_kinds[] = {name("demand"), name("prefetch")};
     const auto number = [](std::int64_t n) { return PyLong_FromLongLong(n); };
     const auto shared = [](PyObject* object) { return Py_NewRef(object); };
     switch (c.kind) {
         case RecordKind::search:
-            return filled({shared(search), number(c.ticket), shared(search_kinds[static_cast<int>(c.search_kind)]),
-                           number(c.layer), number(c.target), number(c.work), PyBool_FromLong(c.blocking ? 1 : 0)});
+            return filled({shared(search), number(c.ticket),
+                           shared(search_kinds[static_cast<int>(c.search_kind)]), number(c.layer),
+                           number(c.target), number(c.work), PyBool_FromLong(c.blocking ? 1 : 0)});
         case RecordKind::wait_search:
             return filled({shared(wait_search), number(c.ticket)});
         case RecordKind::preempt_prefetch:
             return filled({shared(preempt), number(c.device)});
         case RecordKind::load:
             return filled({shared(load), number(c.expert), number(c.device), number(c.slot), number(c.offset),
-                           number(c.bytes), shared(load_kinds[static_cast<int>(c.load_kind)]), number(c.evicts)});
+                           number(c.bytes), shared(load_kinds[static_cast<int>(c.load_kind)]),
+                           number(c.evicts)});
         default:
             return filled({shared(abort), number(c.expert)});
     }

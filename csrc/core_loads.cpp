@@ -18,8 +18,10 @@ std::uint64_t Core::settle(double time_s) {
     }
     for (const Command& c : emitted_) {
         if (log_.on) {
-            log_.add(c, time_s, iteration_, c.kind == RecordKind::wait ? std::span<const ExpertId>(chunk_) : std::span<const ExpertId>{},
-                     c.kind == RecordKind::abort ? abort_reason_ : std::string_view{});
+            log_.add(
+                c, time_s, iteration_,
+                c.kind == RecordKind::wait ? std::span<const ExpertId>(chunk_) : std::span<const ExpertId>{},
+                c.kind == RecordKind::abort ? abort_reason_ : std::string_view{});
         }
         switch (c.kind) {
             case RecordKind::search:
@@ -257,7 +259,8 @@ std::uint64_t Core::paused(ExpertId id, std::int64_t bytes_done, double time_s) 
     e.status = Status::partial;
     d.partial = id;
     d.partial_bytes = bytes_done;
-    if (e.pinned) {  // required since it was asked to pause: what there is of it is useful, the rest is demanded
+    if (e.pinned) {  // required since it was asked to pause: what there is of it is useful, the rest is
+                     // demanded
         counters_.useful_bytes += bytes_done;
         demand(id);
     } else if (layer_of(id) <= layer_now_ || !open_ || d.loading_queued_in != iteration_) {

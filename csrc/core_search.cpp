@@ -72,9 +72,8 @@ void Core::run_searches(std::int64_t ticket) {
         }
         SearchResult result = searcher_.run(request);
         const std::scoped_lock lock(mutex_);
-        const auto mine = std::find_if(tickets_.begin(), tickets_.end(), [&](const Ticket& t) {
-            return t.request.ticket == request.ticket;
-        });
+        const auto mine = std::find_if(tickets_.begin(), tickets_.end(),
+                                       [&](const Ticket& t) { return t.request.ticket == request.ticket; });
         if (mine != tickets_.end()) {
             mine->result = std::move(result);
         }
@@ -91,9 +90,8 @@ bool Core::search_abandoned(std::int64_t ticket) {
 std::uint64_t Core::search_done(std::int64_t ticket, double time_s) {
     const std::scoped_lock locks(work_mutex_, mutex_);
     require_running();
-    const auto it = std::find_if(tickets_.begin(), tickets_.end(), [&](const Ticket& t) {
-        return t.request.ticket == ticket || !t.abandoned;
-    });
+    const auto it = std::find_if(tickets_.begin(), tickets_.end(),
+                                 [&](const Ticket& t) { return t.request.ticket == ticket || !t.abandoned; });
     require(it != tickets_.end() && it->request.ticket == ticket,
             "search_done: ticket " + std::to_string(ticket) + " is not the oldest that is not done");
     // A worker has run it beforehand; in the simulator and in a replay it runs here.

@@ -14,8 +14,8 @@ void DecisionLog::close() {
     columns_.reason.close();
 }
 
-void DecisionLog::add(const Command& c, double time_s, std::int64_t iteration, std::span<const ExpertId> experts,
-                      std::string_view reason) {
+void DecisionLog::add(const Command& c, double time_s, std::int64_t iteration,
+                      std::span<const ExpertId> experts, std::string_view reason) {
     if (!on) {
         return;
     }

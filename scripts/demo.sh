@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# The main job on the shipped sample: what three systems give, with a sixth and with half of the experts cached.
+# The main job on the shipped sample: what three systems give, with a quarter and with four fifths of the experts
+# cached, at a rate of arrivals that the slowest can follow.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-set -- .venv/bin/finemoe-sim --trace traces/samples/azure_conv_synthetic.parquet --num-requests 32 \
-    --policy lru,finemoe,oracle --expert-cache 16GB,48GB --output finemoe-results/demo
+set -- .venv/bin/finemoe-sim --trace traces/samples/azure_conv_synthetic.parquet --num-requests 32 --rate 0.02 \
+    --policy lru,finemoe,oracle --expert-cache 24GB,72GB --output finemoe-results/demo
 echo "$*"
 exec "$@"

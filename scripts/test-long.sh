@@ -26,7 +26,7 @@ preload() { # FOLDER LIBRARY COMMAND...
     LD_PRELOAD="$("$CXX" -print-file-name="$2") $("$CXX" -print-file-name=libstdc++.so)" "$1/venv/bin/python" "${@:3}"
 }
 
-core_tests=$(grep -lE '_core|policy.core|run_cell|simulate' tests/test_*.py)
+core_tests=$(grep -lE '^from finemoe(\.| import ).*(_core|policy\.core|sim|replay|cli)' tests/test_*.py)
 export ASAN_OPTIONS=detect_leaks=0 # the interpreter keeps what it has at exit
 build build/address address,undefined
 preload build/address libasan.so -m pytest -q -m "not long" $core_tests

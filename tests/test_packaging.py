@@ -22,7 +22,7 @@ def test_pyproject_names_every_folder() -> None:
 
 
 def test_every_root_module_is_installed() -> None:
-    assert {path.name for path in ROOT.glob("*.py*")} < set(ROOT_FILES)
+    assert {path.name for path in (*ROOT.glob("*.py"), *ROOT.glob("*.pyi"))} < set(ROOT_FILES)
     recipe = (ROOT / "CMakeLists.txt").read_text()
     install = recipe.partition("install(FILES ")[2].partition(" DESTINATION")[0]
     assert sorted(install.split()) == sorted(ROOT_FILES)

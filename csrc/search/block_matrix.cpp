@@ -22,10 +22,10 @@ using LaneBits = std::int32_t __attribute__((vector_size(64)));
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 constexpr LaneBits kLaneNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-// sums[c] += Σ_f query[f] · data[f][c], in feature order. With a scale, a block is scored while its sums are in
-// registers: tops[b][lane] is the largest sums[c] · scale[c] of block b's columns in that lane, and a last row
-// after the blocks has the largest of each lane. One function: a helper would be compiled for the narrowest
-// vectors.
+// sums[c] += Σ_f query[f] · data[f][c], in feature order. With a scale, a block is scored while its sums are
+// in registers: tops[b][lane] is the largest sums[c] · scale[c] of block b's columns in that lane, and a last
+// row after the blocks has the largest of each lane. One function: a helper would be compiled for the
+// narrowest vectors.
 FINEMOE_CLONES void accumulate_and_score(const float* data, const float* query, int features, int columns,
                                          float* sums, const float* scale, float* tops) {
     Lanes top = Lanes{} + kLowest;
@@ -123,7 +123,8 @@ void BlockMatrix::accumulate(const float* query, int columns, float* sums) const
     accumulate_and_score(data_.data(), query, features_, columns, sums, nullptr, nullptr);
 }
 
-Best BlockMatrix::accumulate_best(const float* query, float* sums, const Scale& scale, FloatBlocks& tops) const {
+Best BlockMatrix::accumulate_best(const float* query, float* sums, const Scale& scale,
+                                  FloatBlocks& tops) const {
     tops.resize(static_cast<std::size_t>(blocks_for(scale.columns()) + 1) * kLanes);
     accumulate_and_score(data_.data(), query, features_, scale.columns(), sums, scale.factors, tops.data());
     return best_of(sums, scale.factors, tops.data(), scale.written, scale.columns());

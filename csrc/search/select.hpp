@@ -12,8 +12,8 @@ inline double delta_of(float score) {
     return delta < 0.0 ? 0.0 : (delta > 1.0 ? 1.0 : delta);
 }
 
-// The smallest set of most probable experts whose probabilities sum to at least δ, never fewer than top_k, and
-// none of probability 0 beyond those. Marks chosen[j]; `taken` is scratch. Ties: the lower expert.
+// The smallest set of most probable experts whose probabilities sum to at least δ, never fewer than top_k,
+// and none of probability 0 beyond those. Marks chosen[j]; `taken` is scratch. Ties: the lower expert.
 void select_experts(std::span<const float> p, double delta, int top_k, std::vector<char>& chosen,
                     std::vector<char>& taken);
 
