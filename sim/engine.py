@@ -145,7 +145,7 @@ class Engine:
         exchange_s = self._compute.exchange_s(tokens)  # once per layer, with its first part
         while mask & CHUNK_OPEN:
             ready = bool(mask & CHUNK_READY)
-            part = core.chunk_ready() if in_parts or (self._as_ready and not ready) else []
+            part = core.chunk_ready() if (in_parts if ready else self._as_ready) else []
             if not ready and not part:
                 began_s = env.now
                 self._asleep = True
@@ -153,10 +153,10 @@ class Engine:
                 self._stall_s += env.now - began_s
                 mask = self._mask
                 continue
-            if ready and not in_parts:
+            if not part:
                 yield self._computing(whole_s)
                 mask = core.computed_chunk(env.now)
-            elif ready or self._as_ready:
+            else:
                 in_parts = True
                 experts = [expert - first for expert in part]
                 part_s = self._compute.experts_time_s(layer, experts, [counts[j] for j in experts])
