@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 from finemoe.policy.core import Core, make_config
 from shared_data import shared
+from world_case import plain_options
 
 RECORDING = "routing/gpt-oss-20b_small64.npz"
 LAYERS, EXPERTS, TOP_K = 24, 32, 4
@@ -49,33 +50,15 @@ def steps(requests: int) -> npt.NDArray[np.int64]:
 
 def core_misses(requests: int, rule: str, frequency: str, slots: int) -> tuple[int, int]:
     """Activated experts and demand loads of the core."""
-    core = Core(
-        make_config(
-            {
-                "layers": LAYERS,
-                "experts": EXPERTS,
-                "top_k": TOP_K,
-                "devices": 1,
-                "slots_per_device": slots,
-                "expert_bytes": 1,
-                "predictor": "none",
-                "semantic": False,
-                "trajectory": False,
-                "prefetch_distance": 1,
-                "store_capacity": 1,
-                "embedding_width": 0,
-                "embedding_work": 0,
-                "eviction": rule,
-                "frequency": frequency,
-                "frequency_decay": 1.0,
-                "rank_prefill_by_tokens": False,
-                "load_shape": "expert",
-                "search_blocks": False,
-                "preempt_scope": "device",
-                "preloaded": False,
-            }
-        )
+    options = plain_options(
+        layers=LAYERS,
+        experts=EXPERTS,
+        top_k=TOP_K,
+        slots_per_device=slots,
+        eviction=rule,
+        frequency=frequency,
     )
+    core = Core(make_config(options))
     required = steps(requests)
     if rule == "belady":
         core.foresight(0, required.tolist())

@@ -1,0 +1,194 @@
+"""Small models, machines, routing and requests for tests of the simulated world."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from finemoe.calibration.profile import HardwareProfile, load_profile
+from finemoe.policy.core import Options
+from finemoe.policy.models import ModelSpec
+from finemoe.policy.systems import find_system
+from finemoe.sim.settings import RunSettings
+from finemoe.sim.world import CellInputs, CellOutcome, run_cell
+from finemoe.traces.requests import Request
+from finemoe.traces.routing import RequestRouting, RoutingMeta
+
+_BASE = load_profile("rtx3090")
+
+
+def plain_options(
+    *, layers: int, experts: int, top_k: int, slots_per_device: int, **others: int | float | str | bool
+) -> Options:
+    """A core's options: one device, experts of one byte, demand loads only, LRU; `others` wins."""
+    return {
+        "layers": layers,
+        "experts": experts,
+        "top_k": top_k,
+        "devices": 1,
+        "slots_per_device": slots_per_device,
+        "expert_bytes": 1,
+        "predictor": "none",
+        "semantic": False,
+        "trajectory": False,
+        "prefetch_distance": 1,
+        "store_capacity": 1,
+        "embedding_width": 0,
+        "embedding_work": 0,
+        "eviction": "lru",
+        "frequency": "run",
+        "frequency_decay": 1.0,
+        "rank_prefill_by_tokens": False,
+        "load_shape": "expert",
+        "search_blocks": False,
+        "preempt_scope": "device",
+        "preloaded": False,
+        **others,
+    }
+
+
+def small_model(layers: int, experts: int, top_k: int) -> ModelSpec:
+    """A model whose experts have 1,000,000 bytes in bf16."""
+    return ModelSpec(
+        name="small",
+        layers=layers,
+        experts=experts,
+        top_k=top_k,
+        hidden_size=16,
+        expert_intermediate_size=8,
+        expert_parameters=500_000,
+        dense_parameters=1_000_000,
+        decoder_layers=layers,
+        moe_layer_parameters=200_000,
+        dense_layer_parameters=0,
+        embedding_parameters=10_000,
+        head_parameters=10_000,
+        tied_head=False,
+        attention_pair_flops=64,
+        kv_bytes_per_token=100 * layers,
+        prefetch_distance=1,
+        prefetch_distance_evidence="ASSUMED",
+        source="made for tests",
+    )
+
+
+def small_machine(devices: int = 1, **changes: float | None) -> HardwareProfile:
+    """A machine whose link takes 0.11 ms for one of `small_model`'s experts; so do its layers."""
+    figures: dict[str, float | None] = {
+        "devices": devices,
+        "memory_bandwidth": 1e10,
+        "memory_efficiency": 1.0,
+        "peak_flops": 1e13,
+        "flops_efficiency": 1.0,
+        "kernel_launch_s": 1e-6,
+        "link_latency_s": 1e-5,
+        "link_bandwidth": 1e10,
+        "link_chunk_bytes": 100_000,
+        "copy_slowdown": 1.0,
+        "search_latency_s": 1e-5,
+        "search_rate": 1e9,
+    }
+    if devices > 1:
+        figures |= {"peer_latency_s": 1e-5, "peer_bandwidth": 1e10}
+    return msgspec.structs.replace(_BASE, **(figures | changes))
+
+
+class MadeRouting:
+    """Random routing: the same for a request's number and lengths, whoever asks and in whatever order."""
+
+    def __init__(self, model: ModelSpec, *, embedding_width: int = 0, seed: int = 0) -> None:
+        self._seed = seed
+        self.meta = RoutingMeta(
+            model=model.name,
+            layers=model.layers,
+            experts=model.experts,
+            top_k=model.top_k,
+            expert_bytes=model.expert_bytes("bf16"),
+            embedding_width=embedding_width,
+            source="synthetic",
+            gate_content="full",
+        )
+
+    def routing_for(
+        self, request: int, prompt_tokens: int, output_tokens: int, speculation: tuple[int, ...] = ()
+    ) -> RequestRouting:
+        """Peaked rows; a decode iteration activates its top K, the prompt's tokens K random experts each."""
+        meta = self.meta
+        rng = np.random.default_rng([self._seed, request])
+        gate = np.exp(2.0 * rng.standard_normal((output_tokens, meta.layers, meta.experts)))
+        gate = (gate / gate.sum(axis=2, keepdims=True)).astype(np.float16)
+        draws = rng.random((prompt_tokens, meta.layers, meta.experts)).argsort(axis=2)[:, :, : meta.top_k]
+        prompt = [
+            np.bincount(draws[:, layer].ravel(), minlength=meta.experts) for layer in range(meta.layers)
+        ]
+        width = meta.embedding_width
+        embedding = rng.standard_normal((output_tokens, width)).astype(np.float16) if width else None
+        return routing_of(gate, prompt, meta.top_k, embedding)
+
+
+class ListedRouting:
+    """Routing written out: one `RequestRouting` per request, whatever its lengths."""
+
+    def __init__(self, meta: RoutingMeta, routings: Sequence[RequestRouting]) -> None:
+        self.meta = meta
+        self._routings = routings
+
+    def routing_for(
+        self, request: int, prompt_tokens: int, output_tokens: int, speculation: tuple[int, ...] = ()
+    ) -> RequestRouting:
+        """The request's own."""
+        return self._routings[request]
+
+
+def routing_of(
+    gate: npt.NDArray[np.float16],
+    prompt_counts: Sequence[npt.NDArray[np.int64]],
+    top_k: int,
+    embedding: npt.NDArray[np.float16] | None,
+) -> RequestRouting:
+    """Gate rows [n, L, J] with the prompt's token counts per layer [J]; decode activates each row's top K."""
+    iterations, layers, _ = gate.shape
+    top = np.sort(np.argsort(-gate[1:], axis=2, kind="stable")[:, :, :top_k], axis=2)
+    experts = [np.flatnonzero(counts) for counts in prompt_counts] + list(top.reshape(-1, top_k))
+    counts = [c[c > 0] for c in prompt_counts] + [np.ones(top_k, np.int64)] * ((iterations - 1) * layers)
+    return RequestRouting(
+        gate=gate,
+        experts=np.concatenate(experts).astype(np.uint16),
+        token_counts=np.concatenate(counts).astype(np.int32),
+        offsets=np.concatenate(([0], np.cumsum([len(part) for part in experts]))).astype(np.int64),
+        embedding=embedding,
+        speculation={},
+    )
+
+
+def cell(
+    system: str,
+    model: ModelSpec,
+    profile: HardwareProfile,
+    routing: MadeRouting | ListedRouting,
+    requests: Sequence[Request],
+    *,
+    slots: int,
+    training: Sequence[Request] = (),
+    **settings: object,
+) -> CellInputs:
+    """One cell with `slots` expert slots over all devices; all decisions are logged by default."""
+    chosen = {"trace": "made", "decisions": "all", "prefetch_distance": 1, "store_capacity": 8} | settings
+    return CellInputs(
+        model=model,
+        expert_dtype="bf16",
+        profile=profile,
+        system=find_system(system),
+        expert_cache_bytes=slots * model.expert_bytes("bf16"),
+        requests=requests,
+        training=training,
+        routing=routing,
+        settings=msgspec.convert(chosen, RunSettings),
+    )
+
+
+def serve(inputs: CellInputs) -> CellOutcome:
+    """Run the cell."""
+    return run_cell(inputs, lambda progress: None)
