@@ -38,8 +38,8 @@ SearchResult Searcher::run(const SearchRequest& request) {
     return {};
 }
 
-// Brings the running sums of an iteration up to `layer`, that layer excluded: each adds one J-wide dot product
-// per stored map.
+// Brings the running sums of an iteration up to `layer`, that layer excluded: each adds one J-wide dot
+// product per stored map.
 void Searcher::follow(const std::shared_ptr<const IterationRows>& iteration, int layer) {
     const IterationRows& it = *iteration;
     if (followed_ != iteration) {
@@ -54,7 +54,8 @@ void Searcher::follow(const std::shared_ptr<const IterationRows>& iteration, int
     for (; layers_done_ < layer; ++layers_done_) {
         for (int r = 0; r < it.batch(); ++r) {
             const float* row = gate_row(it, config_.experts, layers_done_, r);
-            store_.layer(layers_done_).accumulate(row, store_.size(), sums_[static_cast<std::size_t>(r)].data());
+            store_.layer(layers_done_)
+                .accumulate(row, store_.size(), sums_[static_cast<std::size_t>(r)].data());
             add_squares(row, r);
         }
     }
