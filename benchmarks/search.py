@@ -5,9 +5,10 @@ C = 1K and 32K. Contenders, each giving the best map of every layer:
   cosine  torch.nn.functional.cosine_similarity, float32, of the query's prefix with the stored prefix [C, m·J]
   BLAS    one matrix-vector product per layer on the stored prefix, prefix norms known; the fastest of NumPy and
           torch, each on maps stored by rows ([C, L·J]) and by features ([L·J, C])
-Plain pass: the fastest single read of the same bytes that the installed libraries offer (np.sum, np.max,
-torch.sum, BLAS sasum).
-Semantic: one search, against the fastest matrix-vector product over the same bytes with the same argmax.
+Plain pass: the fastest single read of as many bytes as the store holds of those layers (f16: two per value) that
+the installed libraries offer: np.sum, np.max, torch.sum, BLAS sasum of float32.
+Semantic: one search, against the fastest float32 matrix-vector product with argmax over as many bytes (half of the
+stored embeddings, at four bytes per value), of NumPy and torch, by rows and by features.
 
 Ratios are of least times over interleaved repeats. What is timed of ours is the whole call from Python.
 """
@@ -138,7 +139,8 @@ def trajectory(shape: Shape, capacity: int, repeats: int) -> dict[str, float]:
         ]
 
     agree(store, queries[0], [cosine(wide_t[0]), numpy_rows(wide[0]), torch_features(wide_t[0])])
-    read = by_features[: shape.searched * shape.experts].reshape(-1)
+    # as many bytes as the store holds of the searched layers: two per value
+    read = by_features.reshape(-1)[: shape.searched * shape.experts * capacity // 2]
     contenders: dict[str, Callable[[], object]] = {
         "finemoe": Turns(queries, lambda query: store.search_iteration(query, None)),
         **plain_passes(read),
@@ -184,12 +186,13 @@ def semantic(width: int, capacity: int, repeats: int) -> dict[str, float]:
     store.fill(np.repeat(gate, capacity, axis=0), embeddings[:capacity])
     unit = embeddings.astype(np.float32)
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)
-    rows = np.ascontiguousarray(unit[:capacity])
+    whole = np.ascontiguousarray(unit[:capacity])
+    rows = np.ascontiguousarray(whole[: capacity // 2])
     features = np.ascontiguousarray(rows.T)
     queries, halves = list(unit[capacity:]), list(embeddings[capacity:])
     rows_t, features_t = torch.from_numpy(rows), torch.from_numpy(features)
     queries_t = [torch.from_numpy(query) for query in queries]
-    if store.search_iteration(gate[0], halves[0])[0][0] != int((rows @ queries[0]).argmax()):
+    if store.search_iteration(gate[0], halves[0])[0][0] != int((whole @ queries[0]).argmax()):
         raise SystemExit("the contenders find different embeddings")
     return measure.interleaved(
         {

@@ -82,6 +82,11 @@ void bind_search(py::module_& m) {
         },
         py::arg("p"), py::arg("score"), py::arg("top_k"), "The δ set of one searched row, ascending.");
 
+    m.def("search_instructions", &search_instructions,
+          "Instruction sets that searches can use on this processor, the widest (the default) first.");
+    m.def("use_search_instructions", &use_search_instructions, py::arg("name"),
+          "For tests, while nothing searches: one of search_instructions().");
+
     py::class_<Searcher>(m, "Searcher")
         .def(py::init<const CoreConfig&>(), py::arg("config"))
         .def("fill", &fill, py::arg("gate"), py::arg("embedding"),

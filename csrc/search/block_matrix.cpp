@@ -1,92 +1,105 @@
 #include "search/block_matrix.hpp"
 
 #include <algorithm>
-#include <cstdint>
+#include <bit>
 #include <limits>
+#include <string>
 
-// One source, compiled for several vector widths and chosen at load time. Lanes never mix, so all agree bit
-// for bit.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(FINEMOE_NO_CLONES)
-#define FINEMOE_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FINEMOE_CLONES
-#endif
+#include "types.hpp"
 
 namespace finemoe {
 namespace {
 
-constexpr int kLanes = 16;
-using Lanes = float __attribute__((vector_size(64)));
-using LaneBits = std::int32_t __attribute__((vector_size(64)));
-
+constexpr int kTopLanes = 16;
+constexpr int kBlockWords = kBlock / 2;
+constexpr int kPrefetchWords = 2048;  // 8 KiB ahead: the hardware stops at the end of a page
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
-constexpr LaneBits kLaneNumbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+alignas(64) constexpr std::int32_t kLaneNumbers[kTopLanes] = {0, 1, 2,  3,  4,  5,  6,  7,
+                                                              8, 9, 10, 11, 12, 13, 14, 15};
 
-// sums[c] += Σ_f query[f] · data[f][c], in feature order. With a scale, a block is scored while its sums are
-// in registers: tops[b][lane] is the largest sums[c] · scale[c] of block b's columns in that lane, and a last
-// row after the blocks has the largest of each lane. One function: a helper would be compiled for the
-// narrowest vectors.
-FINEMOE_CLONES void accumulate_and_score(const float* data, const float* query, int features, int columns,
-                                         float* sums, const float* scale, float* tops) {
-    Lanes top = Lanes{} + kLowest;
-    for (int left = columns; left > 0; left -= kBlock, sums += kBlock) {
-        Lanes* s = reinterpret_cast<Lanes*>(sums);
-        Lanes s0 = s[0], s1 = s[1], s2 = s[2], s3 = s[3];
-        if (features > 0) {
-            Lanes a0 = {}, a1 = {}, a2 = {}, a3 = {};
-            for (int f = 0; f < features; ++f, data += kBlock) {
-                const Lanes* m = reinterpret_cast<const Lanes*>(data);
-                const float q = query[f];
-                a0 += q * m[0];
-                a1 += q * m[1];
-                a2 += q * m[2];
-                a3 += q * m[3];
-            }
-            s[0] = s0 += a0;
-            s[1] = s1 += a1;
-            s[2] = s2 += a2;
-            s[3] = s3 += a3;
-        }
-        if (scale != nullptr) {
-            const Lanes* w = reinterpret_cast<const Lanes*>(scale);
-            Lanes k0 = s0 * w[0], k1 = s1 * w[1], k2 = s2 * w[2], k3 = s3 * w[3];
-            if (left < kBlock) {  // the last block is padded
-                k0 = kLaneNumbers < left ? k0 : kLowest;
-                k1 = kLaneNumbers < left - kLanes ? k1 : kLowest;
-                k2 = kLaneNumbers < left - 2 * kLanes ? k2 : kLowest;
-                k3 = kLaneNumbers < left - 3 * kLanes ? k3 : kLowest;
-            }
-            k0 = k0 > k1 ? k0 : k1;
-            k2 = k2 > k3 ? k2 : k3;
-            k0 = k0 > k2 ? k0 : k2;
-            *reinterpret_cast<Lanes*>(tops) = k0;
-            top = top > k0 ? top : k0;
-            scale += kBlock;
-            tops += kLanes;
-        }
-    }
-    if (scale != nullptr) {
-        *reinterpret_cast<Lanes*>(tops) = top;
-    }
+// A code is a half's sign, five bits of exponent and ten of mantissa, subnormal halves renormalised: shifted
+// to its place in a float it reads as value · 2^-102, exactly, and the query's 2^102 takes the factor back.
+constexpr float kCodeScale = 0x1p-102F;
+constexpr float kQueryScale = 0x1p102F;
+// Masks of the two codes of a word: after the shift where signs may occur, before or after it where not.
+constexpr std::int32_t kSignedLow = static_cast<std::int32_t>(0x8FFFFFFFU);
+constexpr std::int32_t kSignedHigh = static_cast<std::int32_t>(0x8FFFE000U);
+constexpr std::uint32_t kLow = 0x7FFFU;
+constexpr std::uint32_t kHigh = 0x0FFFE000U;
+
+std::uint32_t encode(float value) {
+    const auto bits = std::bit_cast<std::uint32_t>(value * kCodeScale);
+    return ((bits >> 16U) & 0x8000U) | ((bits >> 13U) & 0x7FFFU);
 }
 
+float decode(std::uint32_t code) {
+    return std::bit_cast<float>(((code & 0x8000U) << 16U) | ((code & 0x7FFFU) << 13U)) * kQueryScale;
+}
+
+// Lanes never mix, so all instruction sets agree bit for bit (tests/test_search_instructions.py).
+#define FINEMOE_KERNEL score_generic
+#define FINEMOE_TARGET
+#define FINEMOE_LANES 4
+#include "search/score_kernel.hpp"
+#undef FINEMOE_KERNEL
+#undef FINEMOE_TARGET
+#undef FINEMOE_LANES
+#ifdef __x86_64__
+#define FINEMOE_KERNEL score_avx2
+#define FINEMOE_TARGET __attribute__((target("avx2")))
+#define FINEMOE_LANES 8
+#include "search/score_kernel.hpp"
+#undef FINEMOE_KERNEL
+#undef FINEMOE_TARGET
+#undef FINEMOE_LANES
+#define FINEMOE_KERNEL score_avx512
+#define FINEMOE_TARGET __attribute__((target("avx512f")))
+#define FINEMOE_LANES 16
+#include "search/score_kernel.hpp"
+#endif
+
+using Kernel = void (*)(const std::uint32_t*, const float*, int, int, float*, const float*, float*);
+
+struct Kernels {
+    const char* instructions;
+    Kernel positive, any;
+};
+
+// Those that this processor has, the widest first.
+std::vector<Kernels> available() {
+    std::vector<Kernels> found;
+#ifdef __x86_64__
+    if (__builtin_cpu_supports("avx512f") != 0) {
+        found.push_back({"avx512f", score_avx512<false>, score_avx512<true>});
+    }
+    if (__builtin_cpu_supports("avx2") != 0) {
+        found.push_back({"avx2", score_avx2<false>, score_avx2<true>});
+    }
+#endif
+    found.push_back({"generic", score_generic<false>, score_generic<true>});
+    return found;
+}
+
+Kernels kernels = available().front();
+
+std::size_t tops_for(int columns) { return static_cast<std::size_t>(blocks_for(columns) + 1) * kTopLanes; }
+
 // The largest key and its most recently written column, found through the tops.
-Best best_of(const float* sums, const float* scale, const float* tops, const std::vector<long long>& written,
-             int columns) {
-    const int blocks = blocks_for(columns);
-    const float* lanes = tops + static_cast<std::ptrdiff_t>(blocks) * kLanes;
-    Best best{-1, *std::max_element(lanes, lanes + kLanes)};
+Best best_of(const float* sums, const Scale& scale, const float* tops) {
+    const int columns = scale.columns(), blocks = blocks_for(columns);
+    const float* lanes = tops + static_cast<std::ptrdiff_t>(blocks) * kTopLanes;
+    Best best{-1, *std::max_element(lanes, lanes + kTopLanes)};
     const auto consider = [&](int c) {
-        const auto at = static_cast<std::size_t>(c);
-        if (sums[c] * scale[c] == best.key &&
-            (best.column < 0 || written[at] > written[static_cast<std::size_t>(best.column)])) {
+        if (sums[c] * scale.factors[c] == best.key &&
+            (best.column < 0 || scale.written[static_cast<std::size_t>(c)] >
+                                    scale.written[static_cast<std::size_t>(best.column)])) {
             best.column = c;
         }
     };
-    for (int lane = 0; lane < kLanes; ++lane) {
+    for (int lane = 0; lane < kTopLanes; ++lane) {
         for (int b = 0; lanes[lane] == best.key && b < blocks; ++b) {
-            if (tops[b * kLanes + lane] == best.key) {
-                for (int c = b * kBlock + lane; c < std::min((b + 1) * kBlock, columns); c += kLanes) {
+            if (tops[b * kTopLanes + lane] == best.key) {
+                for (int c = b * kBlock + lane; c < std::min((b + 1) * kBlock, columns); c += kTopLanes) {
                     consider(c);
                 }
             }
@@ -97,43 +110,84 @@ Best best_of(const float* sums, const float* scale, const float* tops, const std
 
 }  // namespace
 
-BlockMatrix::BlockMatrix(int features, int capacity) : features_(features) {
-    data_.reserve(static_cast<std::size_t>(blocks_for(capacity)) * kBlock *
-                  static_cast<std::size_t>(features));
+BlockMatrix::BlockMatrix(int features, int capacity, Values values) : features_(features), values_(values) {
+    words_.reserve(static_cast<std::size_t>(blocks_for(capacity)) * kBlockWords *
+                   static_cast<std::size_t>(features));
+}
+
+BlockMatrix::Place BlockMatrix::place(int column) const {
+    const auto block = static_cast<std::size_t>(column / kBlock);
+    const auto within = static_cast<std::size_t>(column % kBlock);
+    return {block * static_cast<std::size_t>(features_) * kBlockWords + within / 32 * 16 + within % 16,
+            within % 32 / 16 * 16};
+}
+
+void BlockMatrix::check(std::span<const float> values) const {
+    const float least = values_ == Values::positive ? 0.0F : -1.0F;
+    for (const float v : values) {
+        if (!(v >= least && v <= 1.0F)) {
+            throw CoreError("a stored value is not in [" + std::to_string(least) +
+                            ", 1]: " + std::to_string(v));
+        }
+    }
 }
 
 void BlockMatrix::set(int column, const float* values) {
     const std::size_t needed =
-        (static_cast<std::size_t>(column / kBlock) + 1) * kBlock * static_cast<std::size_t>(features_);
-    if (data_.size() < needed) {
-        data_.resize(needed, 0.0F);
+        (static_cast<std::size_t>(column / kBlock) + 1) * kBlockWords * static_cast<std::size_t>(features_);
+    if (words_.size() < needed) {
+        words_.resize(needed, 0U);
     }
-    for (int f = 0; f < features_; ++f) {
-        data_[index(f, column)] = values[f];
+    const Place at = place(column);
+    std::uint32_t* word = words_.data() + at.word;
+    for (int f = 0; f < features_; ++f, word += kBlockWords) {
+        *word = (*word & ~(0xFFFFU << at.shift)) | encode(values[f]) << at.shift;
     }
 }
 
 void BlockMatrix::get(int column, float* values) const {
-    for (int f = 0; f < features_; ++f) {
-        values[f] = data_[index(f, column)];
+    const Place at = place(column);
+    const std::uint32_t* word = words_.data() + at.word;
+    for (int f = 0; f < features_; ++f, word += kBlockWords) {
+        values[f] = decode(*word >> at.shift);
     }
 }
 
 void BlockMatrix::accumulate(const float* query, int columns, float* sums) const {
-    accumulate_and_score(data_.data(), query, features_, columns, sums, nullptr, nullptr);
+    const Kernel score = values_ == Values::positive ? kernels.positive : kernels.any;
+    score(words_.data(), query, features_, columns, sums, nullptr, nullptr);
 }
 
 Best BlockMatrix::accumulate_best(const float* query, float* sums, const Scale& scale,
                                   FloatBlocks& tops) const {
-    tops.resize(static_cast<std::size_t>(blocks_for(scale.columns()) + 1) * kLanes);
-    accumulate_and_score(data_.data(), query, features_, scale.columns(), sums, scale.factors, tops.data());
-    return best_of(sums, scale.factors, tops.data(), scale.written, scale.columns());
+    const Kernel score = values_ == Values::positive ? kernels.positive : kernels.any;
+    tops.resize(tops_for(scale.columns()));
+    score(words_.data(), query, features_, scale.columns(), sums, scale.factors, tops.data());
+    return best_of(sums, scale, tops.data());
 }
 
 Best best_column(float* sums, const Scale& scale, FloatBlocks& tops) {
-    tops.resize(static_cast<std::size_t>(blocks_for(scale.columns()) + 1) * kLanes);
-    accumulate_and_score(nullptr, nullptr, 0, scale.columns(), sums, scale.factors, tops.data());
-    return best_of(sums, scale.factors, tops.data(), scale.written, scale.columns());
+    tops.resize(tops_for(scale.columns()));
+    kernels.positive(nullptr, nullptr, 0, scale.columns(), sums, scale.factors, tops.data());
+    return best_of(sums, scale, tops.data());
+}
+
+std::vector<std::string> search_instructions() {
+    std::vector<std::string> names;
+    for (const Kernels& k : available()) {
+        names.emplace_back(k.instructions);
+    }
+    return names;
+}
+
+void use_search_instructions(const std::string& name) {
+    for (const Kernels& k : available()) {
+        if (name == k.instructions) {
+            kernels = k;
+            return;
+        }
+    }
+    throw CoreError("this processor has no kernels for " + name);
 }
 
 }  // namespace finemoe

@@ -1,16 +1,19 @@
-// A matrix of features × columns, stored in blocks of 64 columns so that one query is scored against 64
+// A matrix of features × columns, stored in blocks of 128 columns so that one query is scored against 128
 // stored vectors at a time, each in its own lane: the order of additions per column does not depend on the
-// vector width.
+// vector width. Values are halves (every row is rounded to f16 on entry) and take two bytes; sums are f32.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <new>
+#include <span>
+#include <string>
 #include <vector>
 
 namespace finemoe {
 
-inline constexpr int kBlock = 64;
+inline constexpr int kBlock = 128;
 
 template <typename T>
 struct CacheLineAllocator {
@@ -25,6 +28,7 @@ struct CacheLineAllocator {
     bool operator==(const CacheLineAllocator&) const { return true; }
 };
 using FloatBlocks = std::vector<float, CacheLineAllocator<float>>;
+using WordBlocks = std::vector<std::uint32_t, CacheLineAllocator<std::uint32_t>>;
 
 inline int blocks_for(int columns) { return (columns + kBlock - 1) / kBlock; }
 
@@ -44,9 +48,14 @@ struct Best {
 
 class BlockMatrix {
   public:
-    BlockMatrix(int features, int capacity);
+    enum class Values : std::uint8_t { positive, any };  // without signs a search is a third faster
 
-    // Overwrites one column; the matrix grows by whole zero-filled blocks.
+    BlockMatrix(int features, int capacity, Values values);
+
+    // Throws CoreError unless all values may be stored: in [0, 1], or in [−1, 1] with signs.
+    void check(std::span<const float> values) const;
+    // Overwrites one column with checked values that are exact halves; the matrix grows by whole zero-filled
+    // blocks.
     void set(int column, const float* values);
     void get(int column, float* values) const;
 
@@ -57,16 +66,24 @@ class BlockMatrix {
     Best accumulate_best(const float* query, float* sums, const Scale& scale, FloatBlocks& tops) const;
 
   private:
-    std::size_t index(int feature, int column) const {
-        const auto block = static_cast<std::size_t>(column / kBlock);
-        return (block * static_cast<std::size_t>(features_) + static_cast<std::size_t>(feature)) * kBlock +
-               static_cast<std::size_t>(column % kBlock);
-    }
+    // Where a column's first feature is. A word holds two columns that are 16 apart, so that each half of a
+    // register of words is 16 columns.
+    struct Place {
+        std::size_t word, shift;
+    };
+    Place place(int column) const;
+
     int features_;
-    FloatBlocks data_;
+    Values values_;
+    WordBlocks words_;
 };
 
 // The best of sums as they are; `tops` is scratch.
 Best best_column(float* sums, const Scale& scale, FloatBlocks& tops);
+
+// Instruction sets that searches can use here, the widest first: the one in use unless another is chosen, for
+// tests, while nothing searches.
+std::vector<std::string> search_instructions();
+void use_search_instructions(const std::string& name);
 
 }  // namespace finemoe

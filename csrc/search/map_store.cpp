@@ -34,15 +34,17 @@ MapStore::MapStore(int layers, int experts, int embedding_width, int capacity)
       width_(embedding_width),
       capacity_(capacity),
       inverse_(static_cast<std::size_t>(layers)),
-      embeddings_(embedding_width, capacity) {
+      embeddings_(embedding_width, capacity, BlockMatrix::Values::any) {
     maps_.reserve(static_cast<std::size_t>(layers));
     for (int l = 0; l < layers; ++l) {
-        maps_.emplace_back(experts, capacity);
+        maps_.emplace_back(experts, capacity, BlockMatrix::Values::positive);
     }
 }
 
 void MapStore::restore(int place, const float* map, std::span<const float> unit_embedding,
                        long long written) {
+    maps_.front().check({map, static_cast<std::size_t>(layers_) * static_cast<std::size_t>(experts_)});
+    embeddings_.check(unit_embedding);
     if (place == size()) {
         written_.push_back(0);
         for (auto& inverse : inverse_) {

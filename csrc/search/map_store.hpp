@@ -19,7 +19,8 @@ class MapStore {
     // size() rounded up to whole blocks
     std::size_t padded() const { return static_cast<std::size_t>(blocks_for(size())) * kBlock; }
 
-    // map [L, J]; unit embedding [h], empty: none. `place` < size() overwrites, == size() appends.
+    // map [L, J] in [0, 1]; unit embedding [h], empty: none; both exact halves. `place` < size() overwrites,
+    // == size() appends. CoreError, with nothing changed, for other values.
     void put(int place, const float* map, std::span<const float> unit_embedding);
     // The same with the age of a recorded store.
     void restore(int place, const float* map, std::span<const float> unit_embedding, long long written);
