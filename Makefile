@@ -32,12 +32,12 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/run.stamp: $(INSTALLED) build/installed-files
-	scripts/install.sh
-	touch $@
+	@scripts/install.sh
+	@touch $@
 
 .venv/dev.stamp: $(INSTALLED) build/installed-files
-	scripts/install.sh dev
-	touch $@ .venv/run.stamp
+	@scripts/install.sh dev
+	@touch $@ .venv/run.stamp
 
 # An editable install knows the files that were there when it was made, and where: a file that comes or goes, or
 # a moved checkout, asks for another.

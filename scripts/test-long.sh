@@ -28,6 +28,7 @@ preload() { # FOLDER LIBRARY COMMAND...
 
 core_tests=$(grep -lE '^from finemoe(\.| import ).*(_core|policy\.core|sim|replay|cli)' tests/test_*.py)
 export ASAN_OPTIONS=detect_leaks=0 # the interpreter keeps what it has at exit
+export TSAN_OPTIONS=suppressions=$PWD/tests/cpp/tsan.supp
 build build/address address,undefined
 preload build/address libasan.so -m pytest -q -m "not long" $core_tests
 build build/thread thread
