@@ -59,14 +59,16 @@ class Shape:
             MadeRouting(model, embedding_width=self.embedding_width, seed=self.seed),
             self.requests,
             slots=self.slots,
-            prefetch_distance=self.distance,
-            store_capacity=self.capacity,
-            max_num_seqs=self.max_num_seqs,
-            token_budget=self.token_budget,
-            offline=self.offline,
-            frequency=self.frequency,
-            frequency_decay=self.frequency_decay,
-            preempt_scope=self.preempt_scope,
+            settings={
+                "prefetch_distance": self.distance,
+                "store_capacity": self.capacity,
+                "max_num_seqs": self.max_num_seqs,
+                "token_budget": self.token_budget,
+                "offline": self.offline,
+                "frequency": self.frequency,
+                "frequency_decay": self.frequency_decay,
+                "preempt_scope": self.preempt_scope,
+            },
         )
 
 
@@ -213,7 +215,7 @@ def test_no_system_but_the_oracle_knows_the_future(system: str, shape: Shape, da
 def test_the_oracle_knows_the_future_of_running_requests() -> None:
     model = small_model(2, 4, 1)
     requests = [Request(0, 0.0, 3, 4)]
-    inputs = cell("oracle", model, small_machine(), MadeRouting(model), requests, slots=4)
+    inputs = cell("oracle", model, small_machine(), MadeRouting(model), requests, slots=4, settings={})
     one, other = serve(inputs), serve(with_another_future(inputs, 0, 3))
     told, changed = (
         [row for row in of(outcome).to_pylist() if row["kind"] == "foresight"] for outcome in (one, other)

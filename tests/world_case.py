@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -172,10 +172,10 @@ def cell(
     *,
     slots: int,
     training: Sequence[Request] = (),
-    **settings: object,
+    settings: Mapping[str, object],
 ) -> CellInputs:
     """One cell with `slots` expert slots over all devices; all decisions are logged by default."""
-    chosen = {"trace": "made", "decisions": "all", "prefetch_distance": 1, "store_capacity": 8} | settings
+    chosen = {"trace": "made", "decisions": "all", "prefetch_distance": 1, "store_capacity": 8}
     return CellInputs(
         model=model,
         expert_dtype="bf16",
@@ -185,7 +185,7 @@ def cell(
         requests=requests,
         training=training,
         routing=routing,
-        settings=msgspec.convert(chosen, RunSettings),
+        settings=msgspec.convert({**chosen, **settings}, RunSettings),
     )
 
 

@@ -1,0 +1,163 @@
+"""Limits whose outcome is known: a link that costs nothing, a cache that holds all or next to nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import numpy as np
+import pytest
+from finemoe.calibration.profile import HardwareProfile
+from finemoe.policy.models import ModelSpec
+from finemoe.policy.systems import SYSTEMS
+from finemoe.sim.world import CellInputs, CellOutcome
+from finemoe.traces.requests import Request
+from world_case import MadeRouting, cell, serve, small_machine, small_model
+
+MODEL = small_model(layers=4, experts=8, top_k=2)
+REQUESTS = [Request(i, i * 1e-3, 5 + i, 4 + i % 3) for i in range(6)]
+OFFLOADING = [name for name, row in SYSTEMS.items() if not row.preloaded]
+MAP_SYSTEMS = [name for name, row in SYSTEMS.items() if row.predictor == "map"]
+each_system = pytest.mark.parametrize("system", [*SYSTEMS])
+each_offloading = pytest.mark.parametrize("system", OFFLOADING)
+
+
+def a_cell(
+    system: str,
+    *,
+    slots: int,
+    model: ModelSpec = MODEL,
+    machine: HardwareProfile | None = None,
+    requests: Sequence[Request] = REQUESTS,
+    **settings: int,
+) -> CellInputs:
+    routing = MadeRouting(model, embedding_width=4)
+    return cell(system, model, machine or small_machine(), routing, requests, slots=slots, settings=settings)
+
+
+def kinds(outcome: CellOutcome) -> list[str]:
+    """Loads by kind, everything else by name, in order."""
+    assert outcome.decisions is not None
+    rows = outcome.decisions.select(["kind", "sub_kind"]).to_pylist()
+    return [row["sub_kind"] if row["kind"] == "Load" else row["kind"] for row in rows]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@each_offloading
+def test_a_link_that_costs_nothing_is_no_offloading(system: str, devices: int) -> None:
+    # A launch costs nothing either, as a layer that goes through in parts has more of them.
+    machine = small_machine(devices, link_bandwidth=inf, link_latency_s=0.0, kernel_launch_s=0.0)
+    free = serve(a_cell(system, slots=16, machine=machine))
+    bound = serve(a_cell("no-offload", slots=8, machine=machine))
+    assert free.counters["bytes_moved"] > bound.counters["bytes_moved"] == 0
+    for name in ("admitted_s", "first_token_s", "finished_s"):
+        np.testing.assert_allclose(free.requests.column(name), bound.requests.column(name), rtol=1e-12)
+    assert not free.iterations.column("stall_s").any()
+
+
+@each_offloading
+def test_a_slower_link_is_never_better(system: str) -> None:
+    last_s = 0.0
+    for bandwidth in (inf, 1e11, 1e10, 1e9):
+        outcome = serve(a_cell(system, slots=8, machine=small_machine(link_bandwidth=bandwidth)))
+        assert outcome.simulated_s >= last_s
+        last_s = outcome.simulated_s
+
+
+@each_offloading
+def test_a_cache_of_the_whole_model_loads_each_expert_once(system: str) -> None:
+    # The first prompt is long enough for every expert of every layer; after it nothing is missing.
+    requests = [Request(0, 0.0, 200, 4), *(Request(i, 0.0, 20, 5) for i in range(1, 4))]
+    inputs = a_cell(system, slots=MODEL.routed_experts(), requests=requests, max_num_seqs=1)
+    outcome = serve(inputs)
+    steps, counters = outcome.iterations.table(), outcome.counters
+    assert counters["demand_loads"] + counters["prefetch_loads"] == MODEL.routed_experts()
+    assert counters["evictions"] == 0
+    assert steps["activated"][0] == MODEL.routed_experts()
+    assert not steps["demand_bytes"][1:].any()
+    assert not steps["stall_s"][1:].any()
+    assert (steps["hits"][1:] == steps["activated"][1:]).all()
+    # From then on it is as fast as a system that never loaded anything.
+    bound = serve(a_cell("no-offload", slots=1, requests=requests, max_num_seqs=1)).iterations.table()
+    took, at_best = (table["end_s"] - table["start_s"] for table in (steps, bound))
+    np.testing.assert_allclose(took[1:], at_best[1:], rtol=1e-9)
+    assert took[0] > at_best[0]
+
+
+def test_all_resident_from_the_start_is_no_load_at_all() -> None:
+    outcome = serve(a_cell("no-offload", slots=1))
+    assert {"demand", "prefetch", "Search", "PreemptPrefetch"}.isdisjoint(kinds(outcome))
+    assert outcome.counters["bytes_moved"] == 0
+    steps = outcome.iterations.table()
+    assert (steps["hits"] == steps["activated"]).all()
+
+
+@pytest.mark.parametrize("system", MAP_SYSTEMS)
+@pytest.mark.parametrize("capacity", [1, 8])
+def test_an_empty_store_means_demand_loads_only(system: str, capacity: int) -> None:
+    machine = small_machine(search_latency_s=0.0, search_rate=inf)
+    order = kinds(serve(a_cell(system, slots=16, machine=machine, store_capacity=capacity)))
+    end = order.index("end_iteration")
+    assert "demand" in order[:end]
+    assert {"Search", "prefetch"}.isdisjoint(order[:end])
+    assert order[end + 1] == "Search"  # the first map is stored
+    assert "prefetch" in order[end:]
+
+
+@pytest.mark.parametrize("system", MAP_SYSTEMS)
+def test_a_single_token_is_served_without_a_prefetch(system: str) -> None:
+    outcome = serve(a_cell(system, slots=16, requests=[Request(0, 0.0, 9, 1)]))
+    assert outcome.counters["prefetch_loads"] == outcome.counters["searches"] == 0
+    assert outcome.counters["demand_loads"] == outcome.iterations.column("activated").sum()
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@each_offloading
+def test_one_slot_per_device_serves_expert_by_expert(system: str, devices: int) -> None:
+    machine = small_machine(devices)
+    outcome = serve(a_cell(system, slots=devices, machine=machine))
+    assert sorted(outcome.requests.column("output_tokens")) == sorted(r.output_tokens for r in REQUESTS)
+    assert outcome.decisions is not None
+    rows = outcome.decisions.to_pylist()
+    required: list[int] = []
+    computed: list[int] = []
+    waits = 0
+    for row in rows:
+        if row["kind"] == "gate":
+            assert computed == required
+            first = row["layer"] * MODEL.experts
+            whole = SYSTEMS[system].load_shape == "layer"
+            required = [first + j for j in (range(MODEL.experts) if whole else row["experts"])]
+            computed, waits = [], 0
+            owned = [sum(e % devices == g for e in required) for g in range(devices)]
+        elif row["kind"] == "Wait":
+            waits += 1
+            assert len({e % devices for e in row["experts"]}) == len(row["experts"])  # one slot each
+        elif row["kind"] == "computed":
+            computed = sorted(computed + row["experts"])
+            if computed == required:
+                assert waits == max(owned)
+    assert computed == required
+    for g in range(devices):
+        assert {row["slot"] for row in rows if row["kind"] == "Load" and row["device"] == g} == {0}
+
+
+@each_system
+def test_a_model_that_activates_all_its_experts_is_served(system: str) -> None:
+    model = small_model(layers=3, experts=4, top_k=4)
+    outcome = serve(a_cell(system, slots=6, model=model))
+    steps = outcome.iterations.table()
+    assert (steps["activated"] == 12).all()
+    assert len(outcome.requests) == len(REQUESTS)
+
+
+@each_system
+def test_a_model_of_one_layer_is_served(system: str) -> None:
+    model = small_model(layers=1, experts=8, top_k=2)
+    outcome = serve(a_cell(system, slots=4, model=model, prefetch_distance=3))
+    assert len(outcome.requests) == len(REQUESTS)
+    assert outcome.decisions is not None
+    searches = outcome.decisions.filter(
+        [row["sub_kind"] == "trajectory" for row in outcome.decisions.select(["sub_kind"]).to_pylist()]
+    )
+    assert len(searches) == 0  # no layer is ahead of the only one
