@@ -278,9 +278,11 @@ PYBIND11_MODULE(_core, m) {
         .def("foresight", &Core::foresight, py::arg("step"), py::arg("required"), py::arg("time_s") = 0.0,
              NoGil())
         .def(
-            "take_device", [](Core& core, int g) { return drained([&](auto& into) { core.take_device(g, into); }); },
+            "take_device",
+            [](Core& core, int g) { return drained([&](auto& into) { core.take_device(g, into); }); },
             py::arg("device"))
-        .def("take_searches", [](Core& core) { return drained([&](auto& into) { core.take_searches(into); }); })
+        .def("take_searches",
+             [](Core& core) { return drained([&](auto& into) { core.take_searches(into); }); })
         .def("abort_reason", &Core::abort_reason, NoGil())
         .def("take_forward", [](Core& core) { return drained([&](auto& into) { core.take_forward(into); }); })
         .def("run_searches", &Core::run_searches, py::arg("ticket"), NoGil())

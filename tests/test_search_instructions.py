@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from finemoe import _core
 from finemoe.errors import CoreError
 from finemoe.policy.core import CoreConfig, Searcher, core_options, make_config
