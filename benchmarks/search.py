@@ -1,14 +1,15 @@
 """Searches of the map store against what one would write without it, on one thread.
 
-Trajectory: all searches of one iteration of one request (layers 0 … L − d − 1), maps of the synthetic presets,
-C = 1K and 32K. Contenders, each giving the best map of every layer:
-  cosine  torch.nn.functional.cosine_similarity, float32, of the query's prefix with the stored prefix [C, m·J]
-  BLAS    one matrix-vector product per layer on the stored prefix, prefix norms known; the fastest of NumPy and
-          torch, each on maps stored by rows ([C, L·J]) and by features ([L·J, C])
-Plain pass: the fastest single read of as many bytes as the store holds of those layers (f16: two per value) that
-the installed libraries offer: np.sum, np.max, torch.sum, BLAS sasum of float32.
-Semantic: one search, against the fastest float32 matrix-vector product with argmax over as many bytes (half of the
-stored embeddings, at four bytes per value), of NumPy and torch, by rows and by features.
+Trajectory: all searches of one iteration of one request (layers 0 … L − d − 1), maps of the synthetic
+presets, C = 1K and 32K. Contenders, each giving the best map of every layer:
+  cosine  torch.nn.functional.cosine_similarity, float32, of the query's prefix with the stored prefix
+          [C, m·J]
+  BLAS    one matrix-vector product per layer on the stored prefix, prefix norms known; the fastest of NumPy
+          and torch, each on maps stored by rows ([C, L·J]) and by features ([L·J, C])
+Plain pass: the fastest single read of as many bytes as the store holds of those layers (f16: two per value)
+that the installed libraries offer: np.sum, np.max, torch.sum, BLAS sasum of float32.
+Semantic: one search, against the fastest float32 matrix-vector product with argmax over as many bytes (half
+of the stored embeddings, at four bytes per value), of NumPy and torch, by rows and by features.
 
 Ratios are of least times over interleaved repeats. What is timed of ours is the whole call from Python.
 """
@@ -212,11 +213,9 @@ def fastest(least: dict[str, float], kind: str) -> tuple[str, float]:
 
 
 def line(what: str, against: str, ratio: float, target: float, *, at_least: bool, ours_s: float) -> None:
-    met = ratio >= target if at_least else ratio <= target
+    met = "met" if (ratio >= target if at_least else ratio <= target) else "MISSED"
     sign = "≥" if at_least else "≤"
-    print(
-        f"| {what} | {against} | {ratio:.2f} | {sign} {target:g} | {'met' if met else 'MISSED'} | {ours_s * 1e6:.1f} |"
-    )
+    print(f"| {what} | {against} | {ratio:.2f} | {sign} {target:g} | {met} | {ours_s * 1e6:.1f} |")
 
 
 def main() -> None:
@@ -275,7 +274,7 @@ def main() -> None:
 
 def blas_of_numpy() -> str:
     """Name and version of the library, and its kernel where threadpoolctl is there to tell."""
-    built = np.show_config(mode="dicts")["Build Dependencies"]["blas"]  # type: ignore[index]
+    built = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     name = f"{built['name']} {built['version']}"
     try:
         from threadpoolctl import threadpool_info
