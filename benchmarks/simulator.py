@@ -2,7 +2,8 @@
 
 One run is what `finemoe.simulate` does after the imports: reading the trace, making the routing,
 simulating, metrics and writing the results. A cell's cost per layer is its CPU time over iterations ×
-layers; its cost per load is what it takes beyond the same system with every expert cached, over the loads it makes more.
+layers; its cost per load is what it takes beyond the same system with every expert cached, over the loads it
+makes more.
 
 Targets: at most 12 T per layer without loads, at most 5 T more per load.
 """

@@ -26,7 +26,8 @@ def test_the_example_of_a_new_system_runs(tmp_path: Path, monkeypatch: pytest.Mo
     results = simulate(SAMPLE, policy="map-lru,lru", output=tmp_path / "out", **options)
     mapped, plain = results.runs
     assert mapped.policy == "map-lru"
-    assert mapped.prefetch_useful_bytes and not plain.prefetch_useful_bytes
+    assert mapped.prefetch_useful_bytes
+    assert not plain.prefetch_useful_bytes
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
