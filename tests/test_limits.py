@@ -161,3 +161,24 @@ def test_a_model_of_one_layer_is_served(system: str) -> None:
         [row["sub_kind"] == "trajectory" for row in outcome.decisions.select(["sub_kind"]).to_pylist()]
     )
     assert len(searches) == 0  # no layer is ahead of the only one
+
+
+@pytest.mark.timeout(20)
+@each_offloading
+def test_a_chunk_of_one_resident_and_one_missing_expert_is_waited_for(system: str) -> None:
+    # Three experts a layer, two slots: from the second iteration on the first chunk has one that is there.
+    model = small_model(layers=1, experts=3, top_k=3)
+    outcome = serve(a_cell(system, slots=2, model=model, requests=[Request(0, 0.0, 1, 4)]))
+    steps = outcome.iterations.table()
+    assert (steps["stall_s"] > 0.0).all()
+    assert (steps["hits"][1:] > 0).all()
+
+
+@pytest.mark.parametrize("slots", [2, 8])
+def test_activations_are_exchanged_once_per_layer_in_however_many_parts_it_goes_through(slots: int) -> None:
+    near, far = (
+        serve(a_cell("lru", slots=slots, machine=small_machine(2, peer_latency_s=latency_s)))
+        for latency_s in (0.0, 1.0)
+    )
+    more_s = far.iterations.column("compute_s")[0] - near.iterations.column("compute_s")[0]
+    assert more_s == pytest.approx(2.0 * MODEL.layers)  # there and back

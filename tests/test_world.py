@@ -137,6 +137,7 @@ def test_every_request_is_served_in_as_many_iterations_as_it_has_output_tokens(
             if not left[index]:
                 running.remove(index)
     prefill = steps["phase"] == "prefill"
+    assert steps["tokens"].tolist() == [sum(tokens) for tokens in begun["tokens"].to_pylist()]
     assert steps["tokens"][prefill].sum() == sum(request.prompt_tokens for request in shape.requests)
     assert steps["tokens"][~prefill].tolist() == steps["batch"][~prefill].tolist()
 
