@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-# Before NumPy and torch are imported: their thread pools read these once. A core type forced from outside would
-# hold the BLAS to older kernels than this processor has.
+# Before NumPy and torch are imported: their thread pools read these once. A core type forced from outside
+# would hold the BLAS to older kernels than this processor has.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
 for _name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):
@@ -40,8 +40,8 @@ def interleaved(
 ) -> dict[str, float]:
     """Least seconds of each contender over `repeats` turns of `in_a_row` calls.
 
-    They take turns, so that a busy machine slows all of them alike; several calls in a row let each find its own
-    data in the caches.
+    They take turns, so that a busy machine slows all of them alike; several calls in a row let each find its
+    own data in the caches.
     """
     least = dict.fromkeys(contenders, float("inf"))
     for _ in range(repeats):
