@@ -1,15 +1,15 @@
 """Searches of the map store against what one would write without it, on one thread.
 
-Trajectory: all searches of one iteration of one request (layers 0 … L − d − 1), maps of the synthetic presets.
-At C = 1K against contenders that give the best map of every layer, too:
+Trajectory: all searches of one iteration of one request (layers 0 … L − d − 1) over maps of the synthetic
+presets. At C = 1K against contenders that give the best map of every layer, too:
   cosine  torch.nn.functional.cosine_similarity, float32, of the query's prefix with the stored one [C, m·J]
   BLAS    one matrix-vector product per layer on the stored prefix, prefix norms known; the fastest of NumPy
           and torch, each on maps stored by rows ([C, L·J]) and by features ([L·J, C])
 At C = 32K against a plain pass: the fastest single read of as many bytes as the store holds of those layers
-(two per value, and four per map and layer for the prefix norms) that the installed libraries offer, of np.sum,
+(two per value, and four per map and layer for the prefix norms) that the installed libraries offer: np.sum,
 np.max, torch.sum and BLAS sasum of float32.
-Semantic: one search, against the fastest float32 matrix-vector product with argmax over as many bytes (half of
-the stored embeddings, at four bytes per value), of NumPy and torch, by rows and by features.
+Semantic: one search, against the fastest float32 matrix-vector product with argmax over as many bytes (half
+of the stored embeddings, at four bytes per value), of NumPy and torch, by rows and by features.
 
 Ratios are of least times over interleaved repeats. What is timed of ours is the whole call from Python.
 """

@@ -1,8 +1,8 @@
 """Cost of the simulator at batch 1, in bare SimPy timeouts T measured beside every run.
 
 One run is what `finemoe.simulate` does after the imports: reading the trace, making the routing, simulating,
-metrics and writing the results. A cell's cost per layer is its CPU time over iterations × layers; its cost per
-load is what it takes beyond the same system with every expert cached, over the loads it makes more.
+metrics and writing the results. A cell's cost per layer is its CPU time over iterations × layers; its cost
+per load is what it takes beyond the same system with every expert cached, over the loads it makes more.
 
 Targets: at most 12 T per layer without loads, at most 5 T more per load. The budget of a cell is
 12 T × layers + 5 T × loads.
