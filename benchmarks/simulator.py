@@ -1,11 +1,11 @@
 """Cost of the simulator at batch 1, in bare SimPy timeouts T measured beside every run.
 
-One run is what `finemoe.simulate` does after the imports: reading the trace, making the routing,
-simulating, metrics and writing the results. A cell's cost per layer is its CPU time over iterations ×
-layers; its cost per load is what it takes beyond the same system with every expert cached, over the loads it
-makes more.
+One run is what `finemoe.simulate` does after the imports: reading the trace, making the routing, simulating,
+metrics and writing the results. A cell's cost per layer is its CPU time over iterations × layers; its cost
+per load is what it takes beyond the same system with every expert cached, over the loads it makes more.
 
-Targets: at most 12 T per layer without loads, at most 5 T more per load.
+Targets: at most 12 T per layer without loads, at most 5 T more per load. The budget of a cell is
+12 T × layers + 5 T × loads.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ class Cell:
     def per_layer(self) -> float:
         """T per layer, loads included."""
         return median(self.taken_t) / self.layers
+
+    @property
+    def of_budget(self) -> float:
+        """Share of 12 T × layers + 5 T × loads that the run takes."""
+        return median(self.taken_t) / (LAYER_TARGET * self.layers + LOAD_TARGET * self.loads)
 
     def per_load(self, base: Cell) -> float:
         """T per load beyond `base`, of the repeats pairwise."""
@@ -91,13 +96,13 @@ def main() -> None:
             run_once(cell, args.trace, args.requests)
 
     print(f"{machine()}; T = {timeout_s() * 1e6:.2f} µs; medians of {args.repeats} interleaved runs")
-    print("| system | cache | decisions | layers | loads | loads/layer | T/layer | T/load | |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| system | cache | decisions | layers | loads | loads/layer | T/layer | of budget | T/load | |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     base: dict[tuple[str, int], Cell] = {}
     for cell in cells:
         head = (
             f"| {cell.policy} | {cell.cache} | {cell.decisions} | {cell.layers} | {cell.loads} "
-            f"| {cell.loads / cell.layers:.2f} | {cell.per_layer:.1f} |"
+            f"| {cell.loads / cell.layers:.2f} | {cell.per_layer:.1f} | {cell.of_budget:.0%} |"
         )
         if cell.cache == WHOLE:
             base[cell.policy, cell.decisions] = cell
