@@ -1,15 +1,5 @@
 """Searches of the map store against what one would write without it, on one thread.
 
-<<<<<<< HEAD
-Trajectory: all searches of one iteration of one request (layers 0 … L − d − 1), maps of the synthetic
-presets, C = 1K and 32K. Contenders, each giving the best map of every layer:
-  cosine  torch.nn.functional.cosine_similarity, float32, of the query's prefix with the stored prefix
-          [C, m·J]
-  BLAS    one matrix-vector product per layer on the stored prefix, prefix norms known; the fastest of NumPy
-          and torch, each on maps stored by rows ([C, L·J]) and by features ([L·J, C])
-Plain pass: the fastest single read of as many bytes as the store holds of those layers (f16: two per value)
-that the installed libraries offer: np.sum, np.max, torch.sum, BLAS sasum of float32.
-=======
 Trajectory: all searches of one iteration of one request (layers 0 … L − d − 1) over maps of the synthetic
 presets. At C = 1K against contenders that give the best map of every layer, too:
   cosine  torch.nn.functional.cosine_similarity, float32, of the query's prefix with the stored one [C, m·J]
@@ -18,7 +8,6 @@ presets. At C = 1K against contenders that give the best map of every layer, too
 At C = 32K against a plain pass: the fastest single read of as many bytes as the store holds of those layers
 (two per value, and four per map and layer for the prefix norms) that the installed libraries offer: np.sum,
 np.max, torch.sum and BLAS sasum of float32.
->>>>>>> 66208d21664eec0bda874b8262cb028ae3f5ddb3
 Semantic: one search, against the fastest float32 matrix-vector product with argmax over as many bytes (half
 of the stored embeddings, at four bytes per value), of NumPy and torch, by rows and by features.
 
@@ -217,17 +206,6 @@ def semantic(width: int, capacity: int, repeats: int) -> dict[str, float]:
     )
 
 
-<<<<<<< HEAD
-def fastest(least: dict[str, float], kind: str) -> tuple[str, float]:
-    """Name and seconds of the fastest contender of a kind."""
-    return min(((n, s) for n, s in least.items() if n.startswith(kind)), key=lambda pair: pair[1])
-
-
-def line(what: str, against: str, ratio: float, target: float, *, at_least: bool, ours_s: float) -> None:
-    met = "met" if (ratio >= target if at_least else ratio <= target) else "MISSED"
-    sign = "≥" if at_least else "≤"
-    print(f"| {what} | {against} | {ratio:.2f} | {sign} {target:g} | {met} | {ours_s * 1e6:.1f} |")
-=======
 def line(what: str, least: dict[str, float], kind: str, target: float, *, at_least: bool = False) -> None:
     """Print the ratio to the fastest contender of a kind, with the others' behind it."""
     ours_s = least["finemoe"]
@@ -247,7 +225,6 @@ def line(what: str, least: dict[str, float], kind: str, target: float, *, at_lea
         f"| {'met' if met else 'MISSED'} | {others} |",
         flush=True,
     )
->>>>>>> 66208d21664eec0bda874b8262cb028ae3f5ddb3
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import simpy
 
@@ -46,6 +46,8 @@ class Link:
         self._chunk_bytes = profile.link_chunk_bytes
         self._deliver = deliver
         self._timer = Timer(env, LOADED, self._loaded)
+        self._spare_timers: list[Timer] = []
+        self._pause_timer = Timer(env, PAUSED, self._paused)
         self.busy = False  # a copy is in flight
         self._expert = -1
         self._offset = self._size = 0
@@ -67,8 +69,10 @@ class Link:
             self._timer.start(self._latency_s + size / self._bandwidth)
 
     def _loaded(self, timer: simpy.Event) -> None:
-        if timer is self._timer:  # otherwise it was asked to pause before
+        if timer is self._timer:
             self._deliver(self._core.loaded(self._expert, self._finish()))
+        else:  # of a copy that was paused before its end
+            self._spare_timers.append(cast("Timer", timer))
 
     def _pause(self) -> None:
         """PreemptPrefetch: the chunk in the copier finishes; if it is the last one, so does the load."""
@@ -79,8 +83,10 @@ class Link:
             return
         end_s = self._began_s + self._latency_s + size / self._bandwidth
         self._size = size
-        self._timer = Timer(self._env, LOADED, self._loaded)  # the one that runs no longer counts
-        Timer(self._env, PAUSED, self._paused).start(max(0.0, end_s - self._env.now))
+        # The timer that runs no longer counts.
+        spare = self._spare_timers
+        self._timer = spare.pop() if spare else Timer(self._env, LOADED, self._loaded)
+        self._pause_timer.start(max(0.0, end_s - self._env.now))
 
     def _paused(self, _: simpy.Event) -> None:
         now = self._finish()
