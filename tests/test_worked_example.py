@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,22 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from finemoe.sim.world import CellOutcome, cell_options, plan_cell
+from finemoe.sim.world import CellInputs, CellOutcome, cell_options, plan_cell
 from finemoe.traces.requests import Request
 from reference_core import ReferenceCore
 from reference_devices import Command, Config
 from reference_formulas import delta_of, delta_set, finemoe_key, inverse_norms, running_sums, semantic_scores
 from reference_predictions import Row, Work
-from world_case import ListedRouting, MadeRouting, cell, routing_of, serve, small_machine, small_model
+from world_case import (
+    ListedRouting,
+    MadeRouting,
+    cell,
+    decisions_of,
+    routing_of,
+    serve,
+    small_machine,
+    small_model,
+)
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "worked-example.md").read_text(encoding="utf-8")
 Table = list[list[str]]
@@ -52,8 +61,8 @@ def table(header: tuple[str, ...]) -> Table:
 
 
 @cache
-def world() -> tuple[CellOutcome, Config]:
-    """The page's first code block, served."""
+def inputs() -> CellInputs:
+    """The page's first code block."""
     block = re.search(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     assert block is not None
     page = tomllib.loads(block[1])
@@ -70,18 +79,19 @@ def world() -> tuple[CellOutcome, Config]:
     source = ListedRouting(MadeRouting(model, embedding_width=2).meta, [routing])
     prompt_tokens = sum(iterations[0]["prompt_tokens_of_experts"][0])
     requests = [Request(0, 0.0, prompt_tokens, len(iterations))]
-    inputs = cell(
+    return cell(
         "finemoe", model, machine, source, requests, slots=page["cache"]["slots"], settings=page["settings"]
     )
-    options = cell_options(inputs, plan_cell(inputs))
-    config = Config(**{field.name: options[field.name] for field in fields(Config)})  # type: ignore[arg-type]
-    return serve(inputs), config
+
+
+@cache
+def world() -> CellOutcome:
+    """What the page tells of."""
+    return serve(inputs())
 
 
 def decisions() -> list[dict[str, Any]]:
-    found = world()[0].decisions
-    assert found is not None
-    rows: list[dict[str, Any]] = found.to_pylist()
+    rows: list[dict[str, Any]] = decisions_of(world()).to_pylist()
     return rows
 
 
@@ -141,7 +151,9 @@ class Notes(ReferenceCore):
 @cache
 def played() -> tuple[Notes, list[list[str]]]:
     """The log's events in the plain-Python core, and its commands, one list per event."""
-    core, commands = Notes(world()[1]), []
+    options = cell_options(inputs(), plan_cell(inputs()))
+    config = Config(**{field.name: options[field.name] for field in fields(Config)})  # type: ignore[arg-type]
+    core, commands = Notes(config), []
     for row in decisions():
         if not row["kind"][0].isupper():
             core.ms = milliseconds(row["time_s"])
@@ -250,14 +262,14 @@ def test_scores_priorities_and_victims_are_the_pages() -> None:
 
 
 def test_the_replaced_map_is_the_pages() -> None:
-    core, config = played()[0], world()[1]
+    core = played()[0]
     (update,) = core.pending  # issued at the very end
     rows, embedding = update.rows[0], update.embeddings[0]
     assert embedding is not None
     semantic = semantic_scores(core.store.embeddings, embedding)
     stored = np.array([inverse_norms(m)[-1] for m in core.store.maps])
     trajectory = running_sums(core.store.maps, rows) * stored * inverse_norms(rows)[-1]
-    redundancy = core.store.redundancies(rows, embedding, config.prefetch_distance)
+    redundancy = core.store.redundancies(rows, embedding, core.config.prefetch_distance)
     assert table(REDUNDANCY) == [
         [str(place), *(number(float(column[place])) for column in (semantic, trajectory, redundancy))]
         for place in range(2)
@@ -268,7 +280,7 @@ def test_the_replaced_map_is_the_pages() -> None:
 
 
 def test_the_outcome_is_the_pages() -> None:
-    outcome = world()[0]
+    outcome = world()
     assert table(ITERATIONS) == [
         [
             str(place),
@@ -280,6 +292,17 @@ def test_the_outcome_is_the_pages() -> None:
     counters = dict(table(COUNTERS))
     assert counters == {name: f"{outcome.counters[name]:,}" for name in counters}
     assert len(counters) >= 8
+
+
+def test_a_copy_slows_the_computation_that_begins_beside_it() -> None:
+    """The page's example on a machine that computes half as fast while it copies.
+
+    Iteration 0 copies only while it waits. In iteration 1 the prefetch of expert 5 is in flight when the
+    computation of expert 2 begins (2 ms, at 32.75) and when layer 1 does (4 ms), and no copy for the rest.
+    """
+    slow = msgspec.structs.replace(inputs().profile, copy_slowdown=2.0)
+    steps = serve(replace(inputs(), profile=slow)).iterations.table()
+    assert steps["compute_s"][:2].tolist() == pytest.approx([9e-3, (2 + 2 + 4 + 1 + 1) * 1e-3], abs=1e-6)
 
 
 def equations() -> list[str]:

@@ -2,105 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from finemoe.policy.systems import SYSTEMS
-from finemoe.sim.world import CellInputs, CellOutcome, plan_cell
+from finemoe.sim.world import CellInputs, plan_cell
 from finemoe.traces.requests import Request
 from finemoe.traces.routing import RequestRouting
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from world_case import ListedRouting, MadeRouting, cell, serve, small_machine, small_model
+from world_case import (
+    ListedRouting,
+    MadeRouting,
+    Shape,
+    cell,
+    decisions_of,
+    serve,
+    shapes,
+    small_machine,
+    small_model,
+)
 
 all_systems = pytest.mark.parametrize("system", [*SYSTEMS])
 some = settings(
     max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Everything about a cell but its system."""
-
-    layers: int
-    experts: int
-    top_k: int
-    devices: int
-    slots: int
-    distance: int
-    capacity: int
-    embedding_width: int
-    max_num_seqs: int
-    token_budget: int
-    offline: bool
-    frequency: str
-    frequency_decay: float
-    preempt_scope: str
-    bandwidth: float
-    search_rate: float
-    copy_slowdown: float
-    requests: tuple[Request, ...]
-    seed: int
-
-    def cell(self, system: str) -> CellInputs:
-        model = small_model(self.layers, self.experts, self.top_k)
-        return cell(
-            system,
-            model,
-            small_machine(
-                self.devices,
-                link_bandwidth=self.bandwidth,
-                search_rate=self.search_rate,
-                copy_slowdown=self.copy_slowdown,
-            ),
-            MadeRouting(model, embedding_width=self.embedding_width, seed=self.seed),
-            self.requests,
-            slots=self.slots,
-            settings={
-                "prefetch_distance": self.distance,
-                "store_capacity": self.capacity,
-                "max_num_seqs": self.max_num_seqs,
-                "token_budget": self.token_budget,
-                "offline": self.offline,
-                "frequency": self.frequency,
-                "frequency_decay": self.frequency_decay,
-                "preempt_scope": self.preempt_scope,
-            },
-        )
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> Shape:
-    layers, experts = draw(st.integers(1, 4)), draw(st.integers(2, 8))
-    devices = draw(st.integers(1, min(3, layers * experts)))
-    arrivals = sorted(draw(st.lists(st.floats(0.0, 0.01), min_size=1, max_size=4)))
-    return Shape(
-        layers=layers,
-        experts=experts,
-        top_k=draw(st.integers(1, experts)),
-        devices=devices,
-        slots=draw(st.integers(devices, layers * experts)),
-        distance=draw(st.integers(1, layers + 1)),
-        capacity=draw(st.integers(1, 6)),
-        embedding_width=draw(st.sampled_from([0, 3])),
-        max_num_seqs=draw(st.integers(1, 3)),
-        token_budget=draw(st.sampled_from([1, 10, 1000])),
-        offline=draw(st.booleans()),
-        frequency=draw(st.sampled_from(["run", "residency"])),
-        frequency_decay=draw(st.sampled_from([1.0, 0.9])),
-        preempt_scope=draw(st.sampled_from(["device", "all"])),
-        bandwidth=draw(st.sampled_from([1e9, 1e10, 1e11])),
-        search_rate=draw(st.sampled_from([1e6, 1e9])),
-        copy_slowdown=draw(st.sampled_from([1.0, 1.25])),
-        requests=tuple(
-            Request(index, arrival_s - arrivals[0], draw(st.integers(1, 12)), draw(st.integers(1, 6)))
-            for index, arrival_s in enumerate(arrivals)
-        ),
-        seed=draw(st.integers(0, 99)),
-    )
 
 
 @all_systems
@@ -118,7 +46,7 @@ def test_every_request_is_served_in_as_many_iterations_as_it_has_output_tokens(
         assert request.arrival_s <= row["admitted_s"] or shape.offline
         assert row["admitted_s"] < row["first_token_s"] <= row["finished_s"] <= outcome.simulated_s
         assert (row["first_token_s"] == row["finished_s"]) == (request.output_tokens == 1)
-    decisions = of(outcome)
+    decisions = decisions_of(outcome)
     begun = decisions.filter(pa.compute.equal(decisions["kind"].cast("string"), "begin_iteration"))
     batches = begun["requests"].to_pylist()
     for request in shape.requests:
@@ -151,7 +79,7 @@ def test_time_bytes_and_memory_add_up(system: str, shape: Shape) -> None:
     steps, counters = outcome.iterations.table(), outcome.counters
     # Time: iterations follow one another, and consist of nothing but computation and waiting.
     assert (steps["end_s"][:-1] <= steps["start_s"][1:]).all()
-    assert (np.diff(of(outcome)["time_s"].to_numpy()) >= 0.0).all()
+    assert (np.diff(decisions_of(outcome)["time_s"].to_numpy()) >= 0.0).all()
     assert steps["end_s"][-1] == outcome.simulated_s
     parts = steps["compute_s"] + steps["stall_s"] + steps["search_wait_s"]
     np.testing.assert_allclose(parts, steps["end_s"] - steps["start_s"], rtol=1e-9, atol=1e-12)
@@ -165,7 +93,7 @@ def test_time_bytes_and_memory_add_up(system: str, shape: Shape) -> None:
     # Bytes: whole experts, prefetches that were dropped half-way apart.
     expert_bytes = plan.expert_bytes
     moved = counters["demand_bytes"] + counters["prefetch_bytes"]
-    assert counters["bytes_moved"] == moved == bytes_of(of(outcome))
+    assert counters["bytes_moved"] == moved == bytes_of(decisions_of(outcome))
     assert steps["demand_bytes"].sum() == counters["demand_bytes"]
     loads = (counters["demand_loads"] + counters["prefetch_loads"]) * expert_bytes
     assert moved >= loads
@@ -187,7 +115,7 @@ def test_time_bytes_and_memory_add_up(system: str, shape: Shape) -> None:
 @given(shape=shapes())
 def test_the_same_inputs_give_the_same_run(system: str, shape: Shape) -> None:
     one, other = serve(shape.cell(system)), serve(shape.cell(system))
-    assert of(one).equals(of(other), check_metadata=True)
+    assert decisions_of(one).equals(decisions_of(other), check_metadata=True)
     assert one.requests.table().tobytes() == other.requests.table().tobytes()
     assert one.iterations.table().tobytes() == other.iterations.table().tobytes()
     assert (one.counters, one.memory_bytes, one.busy_s) == (other.counters, other.memory_bytes, other.busy_s)
@@ -202,7 +130,7 @@ def test_no_system_but_the_oracle_knows_the_future(system: str, shape: Shape, da
     request = data.draw(st.sampled_from(shape.requests))
     first = data.draw(st.integers(0, request.output_tokens - 1))
     one, other = serve(inputs), serve(with_another_future(inputs, request.index, first))
-    before, after = of(one), of(other)
+    before, after = decisions_of(one), decisions_of(other)
     rows, changed = before.to_pylist(), after.to_pylist()
     place = next((i for i, (a, b) in enumerate(zip(rows, changed, strict=False)) if a != b), None)
     assert place is not None, "the changed routing left no trace at all"
@@ -219,7 +147,8 @@ def test_the_oracle_knows_the_future_of_running_requests() -> None:
     inputs = cell("oracle", model, small_machine(), MadeRouting(model), requests, slots=4, settings={})
     one, other = serve(inputs), serve(with_another_future(inputs, 0, 3))
     told, changed = (
-        [row for row in of(outcome).to_pylist() if row["kind"] == "foresight"] for outcome in (one, other)
+        [row for row in decisions_of(outcome).to_pylist() if row["kind"] == "foresight"]
+        for outcome in (one, other)
     )
     assert told[0] == changed[0]  # the prefill
     assert told[1] != changed[1]  # the decode iterations, before the prefill has begun
@@ -269,9 +198,3 @@ def spliced(head: RequestRouting, tail: RequestRouting, first: int) -> RequestRo
         else np.concatenate((head.embedding[:first], tail.embedding[first:])),
         speculation={},
     )
-
-
-def of(outcome: CellOutcome) -> pa.Table:
-    """The outcome's decisions."""
-    assert outcome.decisions is not None
-    return outcome.decisions

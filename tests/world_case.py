@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 from finemoe.calibration.profile import HardwareProfile, load_profile
 from finemoe.policy.core import Options
 from finemoe.policy.models import ModelSpec
@@ -15,6 +17,7 @@ from finemoe.sim.settings import RunSettings
 from finemoe.sim.world import CellInputs, CellOutcome, run_cell
 from finemoe.traces.requests import Request
 from finemoe.traces.routing import RequestRouting, RoutingMeta
+from hypothesis import strategies as st
 
 _BASE = load_profile("rtx3090")
 
@@ -192,3 +195,93 @@ def cell(
 def serve(inputs: CellInputs) -> CellOutcome:
     """Run the cell."""
     return run_cell(inputs, lambda progress: None)
+
+
+def decisions_of(outcome: CellOutcome) -> pa.Table:
+    """The outcome's decision log."""
+    assert outcome.decisions is not None
+    return outcome.decisions
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything about a cell but its system."""
+
+    layers: int
+    experts: int
+    top_k: int
+    devices: int
+    slots: int
+    distance: int
+    capacity: int
+    embedding_width: int
+    max_num_seqs: int
+    token_budget: int
+    offline: bool
+    frequency: str
+    frequency_decay: float
+    preempt_scope: str
+    bandwidth: float
+    search_rate: float
+    copy_slowdown: float
+    requests: tuple[Request, ...]
+    seed: int
+
+    def cell(self, system: str) -> CellInputs:
+        """With that system."""
+        model = small_model(self.layers, self.experts, self.top_k)
+        return cell(
+            system,
+            model,
+            small_machine(
+                self.devices,
+                link_bandwidth=self.bandwidth,
+                search_rate=self.search_rate,
+                copy_slowdown=self.copy_slowdown,
+            ),
+            MadeRouting(model, embedding_width=self.embedding_width, seed=self.seed),
+            self.requests,
+            slots=self.slots,
+            settings={
+                "prefetch_distance": self.distance,
+                "store_capacity": self.capacity,
+                "max_num_seqs": self.max_num_seqs,
+                "token_budget": self.token_budget,
+                "offline": self.offline,
+                "frequency": self.frequency,
+                "frequency_decay": self.frequency_decay,
+                "preempt_scope": self.preempt_scope,
+            },
+        )
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    """Shapes that run in a few milliseconds."""
+    layers, experts = draw(st.integers(1, 4)), draw(st.integers(2, 8))
+    devices = draw(st.integers(1, min(3, layers * experts)))
+    arrivals = sorted(draw(st.lists(st.floats(0.0, 0.01), min_size=1, max_size=4)))
+    return Shape(
+        layers=layers,
+        experts=experts,
+        top_k=draw(st.integers(1, experts)),
+        devices=devices,
+        slots=draw(st.integers(devices, layers * experts)),
+        distance=draw(st.integers(1, layers + 1)),
+        capacity=draw(st.integers(1, 6)),
+        embedding_width=draw(st.sampled_from([0, 3])),
+        max_num_seqs=draw(st.integers(1, 3)),
+        token_budget=draw(st.sampled_from([1, 10, 1000])),
+        offline=draw(st.booleans()),
+        frequency=draw(st.sampled_from(["run", "residency"])),
+        frequency_decay=draw(st.sampled_from([1.0, 0.9])),
+        preempt_scope=draw(st.sampled_from(["device", "all"])),
+        bandwidth=draw(st.sampled_from([1e9, 1e10, 1e11])),
+        search_rate=draw(st.sampled_from([1e5, 1e9])),
+        copy_slowdown=draw(st.sampled_from([1.0, 1.25])),
+        requests=tuple(
+            Request(index, arrival_s - arrivals[0], draw(st.integers(1, 12)), draw(st.integers(1, 6)))
+            for index, arrival_s in enumerate(arrivals)
+        ),
+        seed=draw(st.integers(0, 99)),
+    )
