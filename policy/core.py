@@ -82,7 +82,7 @@ def core_options(
         "frequency_decay": frequency_decay,
         "rank_prefill_by_tokens": rank_prefill_by_tokens,
         "load_shape": system.load_shape,
-        "search_blocks": system.search_blocks,
+        "search_blocks": False,  # no system of the table waits for a search
         "preempt_scope": preempt_scope,
         "preloaded": system.preloaded,
     }

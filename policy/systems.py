@@ -30,7 +30,6 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     eviction: Eviction = "lru"
     #: `layer`: every gate loads all experts of its layer
     load_shape: Literal["expert", "layer"] = "expert"
-    search_blocks: bool = False
     #: `as_ready`: resident experts are computed while others are loaded; `all`: one grouped kernel per chunk
     compute_order: Literal["all", "as_ready"] = "all"
     #: every expert is resident from the start, whatever the cache size says
