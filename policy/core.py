@@ -28,6 +28,7 @@ __all__ = [
     "DEVICE_SHIFT",
     "FORWARD_PENDING",
     "MORE_CHUNKS",
+    "OUTBOXES",
     "SEARCH_PENDING",
     "Core",
     "CoreConfig",
@@ -36,6 +37,9 @@ __all__ = [
     "core_options",
     "make_config",
 ]
+
+#: Bits of an event's mask that say that a device or the search worker has commands.
+OUTBOXES = SEARCH_PENDING | -(1 << DEVICE_SHIFT)
 
 Options = dict[str, int | float | str | bool]
 

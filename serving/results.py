@@ -143,10 +143,18 @@ class ResultsWriter:
             self._write(decisions, folder / "decisions.parquet")
 
     def _write(self, table: pyarrow.Table, path: Path) -> None:
+        import pyarrow as pa
         import pyarrow.parquet as pq
 
         metadata = (table.schema.metadata or {}) | {b"finemoe.evidence": self._evidence}
-        pq.write_table(table.replace_schema_metadata(metadata), path, compression="zstd")
+        words = [field.name for field in table.schema if pa.types.is_dictionary(field.type)]
+        pq.write_table(  # dictionaries and statistics of numbers would take as long again, for few bytes
+            table.replace_schema_metadata(metadata),
+            path,
+            compression="zstd",
+            use_dictionary=words or False,
+            write_statistics=False,
+        )
 
     def write_summary(self, results: Results, config_toml: str) -> None:
         """Write the files that cover all cells; called after each cell, so that a killed run keeps them."""

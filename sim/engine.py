@@ -12,6 +12,7 @@ from ..policy.core import (
     CHUNK_READY,
     DEVICE_SHIFT,
     MORE_CHUNKS,
+    OUTBOXES,
     SEARCH_PENDING,
     Core,
     Feed,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ..policy.systems import System
     from ..serving.scheduler import Step
 
-_OUTBOXES = SEARCH_PENDING | -(1 << DEVICE_SHIFT)
 _READY_WHOLE = CHUNK_READY | MORE_CHUNKS  # only the first: the whole layer can be computed
 
 Process = Generator[simpy.Event, None, None]
@@ -76,7 +76,7 @@ class Engine:
 
     def deliver(self, mask: int) -> None:
         """Hand the core's commands to those who carry them out; wake the forward pass where it can go on."""
-        if mask & _OUTBOXES:
+        if mask & OUTBOXES:
             devices = mask >> DEVICE_SHIFT
             while devices:
                 self._link_of[devices & -devices].drain()
@@ -110,14 +110,14 @@ class Engine:
         first_link, start, part_by_part = self.links[0], self._timer.start, self._as_ready
 
         mask = feed.begin_iteration(core, env.now)
-        if mask & _OUTBOXES:
+        if mask & OUTBOXES:
             self.deliver(mask)
         for layer in range(self._layers):
             layer_s = slow_attention_s if first_link.busy else attention_s
             self.compute_s += layer_s
             yield start(layer_s)
             mask = feed.gate(core, layer, env.now)
-            if mask & _OUTBOXES:
+            if mask & OUTBOXES:
                 self.deliver(mask)
             if mask & _READY_WHOLE == CHUNK_READY:
                 yield start(self._compute_s(expert_s[layer]))
@@ -127,12 +127,12 @@ class Engine:
             else:
                 yield self._stall(CHUNK_READY, expert_s[layer])
             mask = core.computed_chunk(env.now)
-            if mask & _OUTBOXES:
+            if mask & OUTBOXES:
                 self.deliver(mask)
         self.compute_s += overhead_s
         yield start(overhead_s)
         mask = core.end_iteration(env.now)
-        if mask & _OUTBOXES:
+        if mask & OUTBOXES:
             self.deliver(mask)
         self._note(step, start_s, tokens, self.compute_s - compute_before_s)
 
@@ -167,7 +167,7 @@ class Engine:
             yield self._timer.start(self._compute_s(part_s + exchange_s))
             exchange_s = 0.0
             mask = core.computed(layer, part, self._env.now)
-            if mask & _OUTBOXES:
+            if mask & OUTBOXES:
                 self.deliver(mask)
 
     def _note(self, step: Step, start_s: float, tokens: int, compute_s: float) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import simpy
 
+from ..policy.core import OUTBOXES
 from .events import SEARCH_DONE, Timer
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ class SearchWorker:
 
     def _done(self, _: simpy.Event) -> None:
         ticket, self._ticket = self._ticket, -1
-        self._deliver(self._core.search_done(ticket, self._env.now))
+        mask = self._core.search_done(ticket, self._env.now)
+        if mask & OUTBOXES:  # a search makes nothing resident, so nobody else can be waiting for it
+            self._deliver(mask)
         while self._queue and self._ticket < 0:
             ticket, work = self._queue.popleft()
             if not self._core.search_abandoned(ticket):  # its iteration ended while it waited
