@@ -1,4 +1,4 @@
-"""`finemoe trace`: look at a request trace, or convert one to Parquet."""
+"""`finemoe trace`: look at a request trace, convert one to Parquet, or import recorded routing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..traces.request_info import TraceInfo
 
 trace_app = typer.Typer(
-    help="Look at request traces and convert them.",
+    help="Look at request traces, convert them, import routing.",
     invoke_without_command=True,
     callback=help_without_command,
 )
@@ -51,6 +51,27 @@ def convert_command(
 
     info = convert_requests(file, out, sort=sort)
     print(f"{out}: {info.requests:,} requests over {info.span_s:,.1f} s, from {info.format} {info.container}")
+
+
+@trace_app.command("import")
+def import_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE.npz", help="Arrays expert_ids, probs and offsets.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Routing trace to write.")],
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Model of the recording. [by its shape]")
+    ] = None,
+    no_prefill: Annotated[
+        bool, typer.Option("--no-prefill", help="Do not derive a prefill iteration; TTFT is then undefined.")
+    ] = False,
+) -> None:
+    """Make a routing trace for --routing from recorded choices of experts (docs/routing-format.md)."""
+    from ..traces.npz_import import import_chosen_experts
+
+    meta = import_chosen_experts(file, out, model=model, prefill="none" if no_prefill else "derived")
+    print(
+        f"{out}: {meta.model}, {meta.layers} layers x {meta.experts} experts, top-{meta.top_k}; "
+        f"unrecorded probability: {meta.unchosen_mass}; prefill: {'none' if no_prefill else 'DERIVED'}"
+    )
 
 
 def _print_info(info: TraceInfo) -> None:

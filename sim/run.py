@@ -10,7 +10,7 @@ import msgspec
 
 from .. import __version__
 from ..errors import CapacityError
-from ..serving.metrics import CellSummary, summarize
+from ..serving.metrics import CellSummary, Distribution, summarize
 from ..serving.results import Results, ResultsWriter
 from .plan import Cell, Plan, make_plan
 from .settings import resolve, to_toml
@@ -128,12 +128,19 @@ def _run(plan: Plan, cell: Cell, on_progress: OnProgress | None) -> tuple[CellSu
         offline=settings.offline,
         notes=_notes(plan, cell, outcome),
     )
+    if plan.routing.meta.prefill == "none":
+        note = "TTFT: undefined (the routing has no prefill iterations)"
+        nothing = Distribution()
+        summary = msgspec.structs.replace(
+            summary, ttft_s=nothing, ttft_service_s=nothing, notes=(*summary.notes, note)
+        )
     return summary, outcome
 
 
 def _notes(plan: Plan, cell: Cell, outcome: CellOutcome) -> tuple[str, ...]:
-    """What the world, the memory split and the settings have to say of a run, each once."""
-    return tuple(dict.fromkeys([*outcome.notes, *(cell.memory.warnings if cell.memory else ())]))
+    """What the world, the memory split and the routing have to say of a run, each once."""
+    notes = [*outcome.notes, *(cell.memory.warnings if cell.memory else ()), *plan.routing.remarks()]
+    return tuple(dict.fromkeys(notes))
 
 
 def _waiting(cell: Cell) -> CellSummary:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from finemoe import simulate
@@ -13,6 +15,7 @@ from finemoe.sim.plan import Cell, Plan, make_plan
 from finemoe.sim.run import Interrupted, OnProgress
 from finemoe.sim.settings import resolve
 from finemoe.sim.world import Progress
+from finemoe.traces.npz_import import import_chosen_experts
 
 
 @pytest.fixture
@@ -186,3 +189,33 @@ def test_an_interrupted_grid_keeps_its_finished_cells(
         assert results.partial
         assert [run.status for run in results.runs] == ["OK", "NOT RUN: interrupted"]
         assert json.loads((tmp_path / "out" / "summary.json").read_text())["partial"] is True
+
+
+@pytest.mark.parametrize("prefill", ["derived", "none"])
+def test_recorded_routing_says_what_was_continued_and_scaled(
+    trace: Path, tmp_path: Path, prefill: Literal["derived", "none"]
+) -> None:
+    """Recordings of the gpt-oss shape, two tokens each: shorter than every request of the trace."""
+    rng = np.random.default_rng(0)
+    ids = np.argsort(rng.random((6, 24, 32)), axis=2)[..., :4].astype(np.uint8)
+    np.savez(
+        tmp_path / "recording.npz",
+        expert_ids=ids,
+        probs=np.full((6, 24, 4), 0.25, np.float16),
+        offsets=np.arange(0, 7, 2),
+    )
+    import_chosen_experts(tmp_path / "recording.npz", tmp_path / "routing.parquet", prefill=prefill)
+    run = simulate(
+        trace,
+        model="gpt-oss-20b",
+        routing=tmp_path / "routing.parquet",
+        policy="finemoe",
+        num_requests=4,
+        output=tmp_path / "out",
+    ).runs[0]
+    assert "semantic: INACTIVE (the routing has no embeddings)" in run.notes
+    assert any("4 requests are longer than their recording" in note for note in run.notes)
+    assert any("4 recorded prefills scaled" in note for note in run.notes)
+    assert (run.ttft_s.mean is None) == (prefill == "none")
+    assert any("TTFT: undefined" in note for note in run.notes) == (prefill == "none")
+    assert run.tpot_s.mean is not None

@@ -114,6 +114,9 @@ class MadeRouting:
             gate_content="full",
         )
 
+    def remarks(self) -> tuple[str, ...]:
+        return ()
+
     def routing_for(
         self, request: int, prompt_tokens: int, output_tokens: int, speculation: tuple[int, ...] = ()
     ) -> RequestRouting:
@@ -137,6 +140,9 @@ class ListedRouting:
     def __init__(self, meta: RoutingMeta, routings: Sequence[RequestRouting]) -> None:
         self.meta = meta
         self._routings = routings
+
+    def remarks(self) -> tuple[str, ...]:
+        return ()
 
     def routing_for(
         self, request: int, prompt_tokens: int, output_tokens: int, speculation: tuple[int, ...] = ()

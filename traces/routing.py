@@ -114,6 +114,9 @@ class RoutingSource(Protocol):
         """Routing of request number `request`: one prefill iteration of `prompt_tokens` tokens and
         `output_tokens` − 1 decode iterations, with speculation rows for the distances asked for."""
 
+    def remarks(self) -> tuple[str, ...]:
+        """What the requests asked for so far got that was not recorded so, in sentences for the user."""
+
 
 def arrange(
     routing: RequestRouting, order: npt.NDArray[np.int64], prompt_tokens: int, top_k: int

@@ -95,6 +95,20 @@ class RoutingFile:
         """Requests asked for so far whose prompt had another length than the recorded one."""
         return len(self._rescaled)
 
+    def remarks(self) -> tuple[str, ...]:
+        """States continued recordings and rescaled prefills."""
+        remarks = []
+        if self._continued:
+            remarks.append(
+                f"routing: {self.continued_requests} requests are longer than their recording; "
+                f"{self.continued_iterations} decode iterations repeat earlier ones"
+            )
+        if self._rescaled:
+            remarks.append(
+                f"routing: {self.rescaled_prefills} recorded prefills scaled to the trace's prompts"
+            )
+        return tuple(remarks)
+
     def recorded(self, request: int, speculation: tuple[int, ...] = ()) -> RequestRouting:
         """Recording number `request` (0 … N − 1) as it stands in the file, checked."""
         for distance in speculation:

@@ -86,6 +86,10 @@ class SyntheticRouting:
         self._long_run = chosen / chosen.sum(axis=1, keepdims=True)
         self._recall_curve: list[float] = []
 
+    def remarks(self) -> tuple[str, ...]:
+        """Nothing: every request is made to measure."""
+        return ()
+
     def routing_for(
         self, request: int, prompt_tokens: int, output_tokens: int, speculation: tuple[int, ...] = ()
     ) -> RequestRouting:
