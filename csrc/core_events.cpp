@@ -21,8 +21,13 @@ std::uint64_t Core::seed_store(const StoreContents& s, double time_s) {
     require(s.embeddings.empty() || s.embeddings.size() == n * width,
             "seed_store: embeddings are not [n, h]");
     check_probabilities(s.maps, s.maps.size());
-    require(std::all_of(s.embeddings.begin(), s.embeddings.end(), half_is_finite),
-            "seed_store: embedding not finite");
+    require(std::all_of(s.embeddings.begin(), s.embeddings.end(),
+                        [](std::uint16_t h) { return (h & 0x7FFFU) <= kHalfOne; }),
+            "seed_store: a unit embedding has a value beyond 1");
+    std::vector<std::int64_t> ages = s.written;
+    std::sort(ages.begin(), ages.end());
+    require(ages.empty() || (ages.front() >= 0 && std::adjacent_find(ages.begin(), ages.end()) == ages.end()),
+            "seed_store: ages are negative or not all different");
     std::vector<float> map(map_size), unit(width);
     for (std::size_t i = 0; i < n; ++i) {
         std::transform(s.maps.begin() + static_cast<std::ptrdiff_t>(i * map_size),
