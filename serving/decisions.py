@@ -37,7 +37,10 @@ FIRST_COMMAND = KINDS.index("Search")
 _LOAD_KINDS = ("demand", "prefetch")
 _SEARCH_KINDS = ("semantic", "trajectory", "update")
 _CORE_KEY = b"finemoe.core"
-_LISTS = {
+#: whole-number columns; −1 where one does not apply
+NUMBERS = ("layer", "target", "expert", "device", "slot", "evicts", "ticket", "offset", "bytes", "work")
+#: list columns
+LISTS = {
     "experts": pa.int32(),
     "token_counts": pa.int32(),
     "requests": pa.int64(),
@@ -69,20 +72,9 @@ def decision_table(log: Mapping[str, Any], options: Mapping[str, int | float | s
         ),
         "blocking": pa.array(log["blocking"]),
     }
-    for name in (
-        "layer",
-        "target",
-        "expert",
-        "device",
-        "slot",
-        "evicts",
-        "ticket",
-        "offset",
-        "bytes",
-        "work",
-    ):
+    for name in NUMBERS:
         columns[name] = pa.array(log[name])
-    for name, kind_of in _LISTS.items():
+    for name, kind_of in LISTS.items():
         values, ends = log[name]
         array = pa.array(values.view(np.float16) if name == "values" else values, type=kind_of)
         columns[name] = pa.LargeListArray.from_arrays(_offsets(ends), array)

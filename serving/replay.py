@@ -13,22 +13,10 @@ import pyarrow.compute as pc
 
 from ..errors import CoreError, TraceError
 from ..policy.core import Core, make_config
-from .decisions import FIRST_COMMAND, KINDS, decision_table, read_decisions
+from .decisions import FIRST_COMMAND, KINDS, LISTS, NUMBERS, decision_table, read_decisions
 
 _CONTEXT_ROWS = 6
-_SHOWN = (
-    "sub_kind",
-    "layer",
-    "target",
-    "expert",
-    "device",
-    "slot",
-    "evicts",
-    "ticket",
-    "offset",
-    "bytes",
-    "work",
-)
+_SHOWN = ("sub_kind", *NUMBERS)
 
 
 @dataclass(frozen=True)
@@ -159,7 +147,7 @@ def _first_difference(logged: _Rows, fresh: _Rows) -> int | None:
     differs = logged.kind[:n] != fresh.kind[:n]
     for name in ("time_s", "iteration", "blocking", "reason", *_SHOWN):
         differs |= logged.column(name)[:n] != fresh.column(name)[:n]
-    for name in ("experts", "token_counts", "requests", "tokens", "phases", "values"):
+    for name in LISTS:
         differs |= _lists_differ(logged.list_parts(name), fresh.list_parts(name), n)
     if differs.any():
         return int(np.argmax(differs))
