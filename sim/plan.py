@@ -19,7 +19,7 @@ from ..serving.results import cell_name
 from ..traces.requests import Request, RequestTrace, open_requests, select_requests
 from ..traces.routing import RoutingSource
 from ..traces.routing_file import RoutingFile
-from ..traces.routing_preset import load_preset
+from ..traces.routing_preset import load_preset, preset_for
 from ..traces.synthetic import SyntheticRouting
 from .memory import MemoryPlan, parse_cache_size, plan_memory, whole_model_bytes
 from .settings import RunSettings
@@ -128,17 +128,18 @@ def _split(selected: list[Request], settings: RunSettings) -> tuple[list[Request
 def _routing(settings: RunSettings, model: ModelSpec) -> RoutingSource:
     source: RoutingSource
     if settings.routing == "synthetic":
-        source = SyntheticRouting(load_preset(model.name), settings.seed)
+        shape = (model.layers, model.experts, model.top_k, model.expert_bytes("bf16"))
+        source = SyntheticRouting(preset_for(model.name, *shape), settings.seed)
     elif settings.routing.endswith(".toml"):
         source = SyntheticRouting(load_preset(Path(settings.routing)), settings.seed)
     else:
         source = RoutingFile(settings.routing)
     meta = source.meta
-    shape = {"layers": meta.layers, "experts": meta.experts, "top_k": meta.top_k}
+    found = {"layers": meta.layers, "experts": meta.experts, "top_k": meta.top_k}
     wanted = {"layers": model.layers, "experts": model.experts, "top_k": model.top_k}
-    if shape != wanted:
+    if found != wanted:
         differing = ", ".join(
-            f"{name} {shape[name]} against {wanted[name]}" for name in shape if shape[name] != wanted[name]
+            f"{name} {found[name]} against {wanted[name]}" for name in found if found[name] != wanted[name]
         )
         raise SettingError(
             f"--routing {settings.routing} is of {meta.model}, whose shape is not that of --model "

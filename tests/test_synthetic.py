@@ -14,7 +14,7 @@ import pytest
 from finemoe.errors import SettingError
 from finemoe.traces import routing_preset
 from finemoe.traces.routing_check import check_routing
-from finemoe.traces.routing_preset import preset_names
+from finemoe.traces.routing_preset import preset_for, preset_names
 from finemoe.traces.routing_stats import load_shares, summarise, top_k_mask
 from finemoe.traces.synthetic import SyntheticRouting, load_preset
 from finemoe.traces.synthetic_math import chosen_experts, drift, prompt_counts
@@ -249,3 +249,27 @@ def test_rows_sharper_than_can_be_made_are_refused() -> None:
     sharp = msgspec.structs.replace(preset, rows=msgspec.structs.replace(preset.rows, entropy_bits=(0.01,)))
     with pytest.raises(SettingError, match="out of reach"):
         SyntheticRouting(sharp, 0)
+
+
+def test_a_model_without_a_preset_gets_the_nearest_one_reshaped() -> None:
+    """Its own preset, one of its shape, or one of about as many experts with everything ASSUMED."""
+    assert preset_for("mixtral-8x7b", 32, 8, 2, 1).evidence["rows"].label == "CALIBRATED"
+    same = preset_for("finetune", 24, 60, 4, 17)
+    assert same.model.startswith("qwen1.5-moe, of the same shape as finetune")
+    made = preset_for("other", 5, 16, 8, 17)
+    assert made.model.startswith("phi-3.5-moe, reshaped as other")
+    assert {entry.label for entry in made.evidence.values()} == {"ASSUMED"}
+    routing = SyntheticRouting(made, 0).routing_for(0, 30, 12)
+    assert routing.gate.shape == (12, 5, 16)
+    assert routing.tokens(8).tolist() == [30] + [1] * 11
+    with pytest.raises(SettingError, match="uses all 4 experts"):
+        preset_for("dense", 2, 4, 4, 1)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 9), st.integers(2, 130), st.data())
+def test_every_shape_can_be_made_up(layers: int, experts: int, data: st.DataObject) -> None:
+    top_k = data.draw(st.integers(1, experts - 1))
+    routing = SyntheticRouting(preset_for("any", layers, experts, top_k, 1), 0).routing_for(0, 9, 3)
+    assert routing.tokens(top_k).tolist() == [9, 1, 1]
+    assert np.allclose(routing.gate.astype(np.float32).sum(axis=2), 1, atol=0.01)

@@ -173,3 +173,40 @@ def load_preset(name: str | Path) -> RoutingPreset:
         return msgspec.toml.decode(text, type=RoutingPreset)
     except msgspec.DecodeError as error:
         raise SettingError(f"routing preset {str(name)!r}: {error}. Correct the TOML file.") from None
+
+
+def preset_for(model: str, layers: int, experts: int, top_k: int, expert_bytes: int) -> RoutingPreset:
+    """The preset of a model: its own, one of the same shape, or the nearest in experts, reshaped.
+
+    A reshaped preset keeps the dynamics of its origin and the share of the largest possible entropy; every
+    parameter is then ASSUMED, and its `model` says so. Raises SettingError where no routing can be made up:
+    a model whose tokens use every expert needs none.
+    """
+    if model in preset_names():
+        return load_preset(model)
+    if top_k >= experts:
+        raise SettingError(
+            f"--model {model} uses all {experts} experts of a layer for every token, so there is no routing to "
+            "make up. Give a recorded one with --routing FILE."
+        )
+    presets = [load_preset(name) for name in preset_names()]
+    same = [p for p in presets if (p.layers, p.experts, p.top_k) == (layers, experts, top_k)]
+    origin = (same or sorted(presets, key=lambda p: abs(math.log(p.experts / experts))))[0]
+    chance = top_k / experts
+    recall = tuple(r if r > chance else (1 + chance) / 2 for r in origin.speculation_recall)
+    scale = math.log2(experts) / math.log2(origin.experts)
+    what = "of the same shape" if same else "reshaped"
+    return msgspec.structs.replace(
+        origin,
+        model=f"{origin.model}, {what} as {model} (every parameter ASSUMED)",
+        layers=layers,
+        experts=experts,
+        top_k=top_k,
+        expert_bytes=expert_bytes,
+        speculation_recall=recall,
+        rows=msgspec.structs.replace(
+            origin.rows, entropy_bits=tuple(bits * scale for bits in origin.rows.entropy_bits)
+        ),
+        evidence={name: Evidence(label="ASSUMED", source=e.source) for name, e in origin.evidence.items()},
+        measured={},
+    )
