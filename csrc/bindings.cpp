@@ -121,6 +121,9 @@ py::list drained(Take&& take) {
 }
 
 Row make_row(const py::tuple& row) {  // (request, phase, tokens, has_embedding)
+    if (row.size() != 4) {
+        throw CoreError("begin_iteration: a row is (request, phase, tokens, has_embedding)");
+    }
     const auto phase = row[1].cast<std::string>();
     return {row[0].cast<std::int64_t>(),
             named<Phase>({{"prefill", Phase::prefill}, {"decode", Phase::decode}}, phase, "phase"),
@@ -154,7 +157,7 @@ py::array layer_array(const std::vector<std::int64_t>& values, int layers) {
 
 }  // namespace
 
-std::vector<std::uint16_t> to_halves(const py::object& values) {
+std::vector<std::uint16_t> to_halves(const py::object& values, py::ssize_t width) {
     if (values.is_none()) {
         return {};
     }
@@ -162,8 +165,11 @@ std::vector<std::uint16_t> to_halves(const py::object& values) {
     if (!array) {
         throw CoreError("not an array of numbers");
     }
+    if (width > 0 && (array.ndim() == 0 || array.shape(array.ndim() - 1) != width)) {
+        throw CoreError("the rows of an array are not " + std::to_string(width) + " wide");
+    }
     const auto n = static_cast<std::size_t>(array.size());
-    if (array.dtype().kind() == 'f' && array.itemsize() == 2) {
+    if (array.dtype().kind() == 'f' && array.itemsize() == 2 && array.dtype().byteorder() != '>') {
         const auto* data = static_cast<const std::uint16_t*>(array.data());
         return {data, data + n};
     }
@@ -247,7 +253,7 @@ PYBIND11_MODULE(_core, m) {
             "gate",
             [](Core& core, int layer, const py::object& probabilities, const std::vector<int>& experts,
                const std::vector<int>& token_counts, double time_s) {
-                const auto halves = to_halves(probabilities);
+                const auto halves = to_halves(probabilities, core.config().experts);
                 const py::gil_scoped_release release;
                 return core.gate(layer, halves, experts, token_counts, time_s);
             },
@@ -256,7 +262,7 @@ PYBIND11_MODULE(_core, m) {
         .def(
             "speculation",
             [](Core& core, int layer, int target, const py::object& probabilities, double time_s) {
-                const auto halves = to_halves(probabilities);
+                const auto halves = to_halves(probabilities, core.config().experts);
                 const py::gil_scoped_release release;
                 return core.speculation(layer, target, halves, time_s);
             },

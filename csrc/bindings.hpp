@@ -11,8 +11,9 @@ namespace finemoe::bindings {
 
 namespace py = pybind11;
 
-// f16 values of a float16 or float32 array of any shape; float32 is rounded to nearest even.
-std::vector<std::uint16_t> to_halves(const py::object& values);
+// f16 values of a float16 or float32 array whose last dimension is `width` (0: any); float32 is rounded to
+// nearest even.
+std::vector<std::uint16_t> to_halves(const py::object& values, py::ssize_t width = 0);
 py::array halves_array(const std::vector<std::uint16_t>& values, std::vector<py::ssize_t> shape);
 
 py::dict log_columns(LogColumns columns);

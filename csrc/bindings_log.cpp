@@ -28,12 +28,15 @@ py::tuple list_column(ListColumn<T> c) {
     return py::make_tuple(own(std::move(c.values)), own(std::move(c.ends)));
 }
 
+// A copy of an array that must have this type already (native byte order, contiguous).
 template <typename T>
-std::span<const T> view_of(const py::array& array, const char* name) {
-    if (array.itemsize() != sizeof(T) || (array.flags() & py::array::c_style) == 0) {
+std::vector<T> copy_of(const py::array& array, const char* name) {
+    if (array.itemsize() != sizeof(T) || (array.flags() & py::array::c_style) == 0 ||
+        array.dtype().byteorder() == '>') {
         throw CoreError(std::string(name) + ": wrong type or not contiguous");
     }
-    return {static_cast<const T*>(array.data()), static_cast<std::size_t>(array.size())};
+    const auto* data = static_cast<const T*>(array.data());
+    return {data, data + array.size()};
 }
 
 }  // namespace
@@ -72,23 +75,18 @@ void bind_feed(py::module_& m) {
         .def(
             "add",
             [](Feed& feed, std::int64_t request, const py::array& gate, const py::array& experts,
-               const py::array& token_counts, const py::array& offsets, const py::object& embedding) {
-                RequestRoutingView view;
-                view.iterations = gate.ndim() > 0 ? gate.shape(0) : 0;
-                view.gate = view_of<std::uint16_t>(gate, "gate");
-                view.experts = view_of<std::uint16_t>(experts, "experts");
-                view.token_counts = view_of<std::int32_t>(token_counts, "token_counts");
-                view.offsets = view_of<std::int64_t>(offsets, "offsets");
-                auto kept = py::make_tuple(gate, experts, token_counts, offsets, embedding);
-                if (!embedding.is_none()) {
-                    view.embedding =
-                        view_of<std::uint16_t>(py::reinterpret_borrow<py::array>(embedding), "embedding");
+               const py::array& token_counts, const py::array& offsets,
+               const std::optional<py::array>& embedding) {
+                RequestRouting routing;
+                routing.iterations = gate.ndim() > 0 ? gate.shape(0) : 0;
+                routing.gate = copy_of<std::uint16_t>(gate, "gate");
+                routing.experts = copy_of<std::uint16_t>(experts, "experts");
+                routing.token_counts = copy_of<std::int32_t>(token_counts, "token_counts");
+                routing.offsets = copy_of<std::int64_t>(offsets, "offsets");
+                if (embedding) {
+                    routing.embedding = copy_of<std::uint16_t>(*embedding, "embedding");
                 }
-                view.owner = std::shared_ptr<const void>(kept.release().ptr(), [](const void* p) {
-                    const py::gil_scoped_acquire gil;
-                    Py_DECREF(static_cast<PyObject*>(const_cast<void*>(p)));
-                });
-                feed.add(request, std::move(view));
+                feed.add(request, std::move(routing));
             },
             py::arg("request"), py::arg("gate"), py::arg("experts"), py::arg("token_counts"),
             py::arg("offsets"), py::arg("embedding"))
@@ -105,16 +103,13 @@ void bind_feed(py::module_& m) {
              py::call_guard<py::gil_scoped_release>())
         .def("gate", &Feed::gate, py::arg("core"), py::arg("layer"), py::arg("time_s") = 0.0,
              py::call_guard<py::gil_scoped_release>())
-        .def(
-            "token_counts",
-            [](const Feed& feed, int layers) {
-                const auto& counts = feed.token_counts();
-                py::array_t<std::int32_t> out(
-                    {static_cast<py::ssize_t>(layers), static_cast<py::ssize_t>(counts.size()) / layers});
-                std::copy(counts.begin(), counts.end(), out.mutable_data());
-                return out;
-            },
-            py::arg("layers"))
+        .def("token_counts",
+             [](const Feed& feed) {
+                 const auto counts = feed.token_counts();
+                 py::array_t<std::int32_t> out({feed.layers(), feed.experts()});
+                 std::copy(counts.begin(), counts.end(), out.mutable_data());
+                 return out;
+             })
         .def(
             "foresee",
             [](Feed& feed, Core& core, std::int64_t step, const std::vector<std::int64_t>& requests,

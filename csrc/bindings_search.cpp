@@ -1,4 +1,6 @@
 // The map store with its searches, and the δ rule, on their own: for filling a store, tests and benchmarks.
+#include <mutex>
+
 #include "bindings.hpp"
 #include "search/select.hpp"
 
@@ -6,18 +8,27 @@ namespace finemoe::bindings {
 
 namespace {
 
+// A searcher has no lock of its own; from Python several threads may reach it.
+struct LockedSearcher {
+    explicit LockedSearcher(const CoreConfig& config) : searcher(config) {}
+    Searcher searcher;
+    std::mutex mutex;
+};
+
 // One iteration's searches: the semantic one (with an embedding), then the trajectory search after each layer
 // that has a target. Returns (place, score) of each.
-std::vector<std::pair<int, float>> search_iteration(Searcher& searcher, const py::object& gate,
+std::vector<std::pair<int, float>> search_iteration(LockedSearcher& locked, const py::object& gate,
                                                     const py::object& embedding) {
     const auto gates = to_halves(gate);
     const auto raw = to_halves(embedding);
+    Searcher& searcher = locked.searcher;
     const CoreConfig& config = searcher.config();
     if (gates.size() != static_cast<std::size_t>(config.total_experts()) ||
         (!raw.empty() && raw.size() != static_cast<std::size_t>(config.embedding_width))) {
         throw CoreError("search_iteration: gate is not [L, J] or embedding not [h]");
     }
     const py::gil_scoped_release release;
+    const std::scoped_lock lock(locked.mutex);
     const auto iteration = make_iteration(gates, raw);
     std::vector<std::pair<int, float>> found;
     const auto run = [&](SearchKind kind, int layer, int target) {
@@ -37,7 +48,8 @@ std::vector<std::pair<int, float>> search_iteration(Searcher& searcher, const py
     return found;
 }
 
-void fill(Searcher& searcher, const py::object& gate, const py::object& embedding) {
+void fill(LockedSearcher& locked, const py::object& gate, const py::object& embedding) {
+    Searcher& searcher = locked.searcher;
     const auto gates = to_halves(gate);
     const auto raw = to_halves(embedding);
     const auto map = static_cast<std::size_t>(searcher.config().total_experts());
@@ -47,6 +59,7 @@ void fill(Searcher& searcher, const py::object& gate, const py::object& embeddin
         throw CoreError("fill: gate is not [n, L, J] or embedding not [n, h]");
     }
     const py::gil_scoped_release release;
+    const std::scoped_lock lock(locked.mutex);
     for (std::size_t i = 0; i < n; ++i) {
         const std::span<const std::uint16_t> one =
             raw.empty() ? std::span<const std::uint16_t>{} : std::span(raw).subspan(i * width, width);
@@ -87,11 +100,20 @@ void bind_search(py::module_& m) {
     m.def("use_search_instructions", &use_search_instructions, py::arg("name"),
           "For tests, while nothing searches: one of search_instructions().");
 
-    py::class_<Searcher>(m, "Searcher")
+    py::class_<LockedSearcher>(m, "Searcher")
         .def(py::init<const CoreConfig&>(), py::arg("config"))
         .def("fill", &fill, py::arg("gate"), py::arg("embedding"),
              "Adds iterations, gate [n, L, J] and embedding [n, h] or None, by the redundancy rule.")
-        .def("contents", [](const Searcher& s) { return store_tuple(s.contents(), s.config()); })
+        .def("contents",
+             [](LockedSearcher& locked) {
+                 StoreContents contents;
+                 {
+                     const py::gil_scoped_release release;
+                     const std::scoped_lock lock(locked.mutex);
+                     contents = locked.searcher.contents();
+                 }
+                 return store_tuple(contents, locked.searcher.config());
+             })
         .def("search_iteration", &search_iteration, py::arg("gate"), py::arg("embedding"));
 }
 

@@ -14,16 +14,19 @@ void CoreConfig::validate() const {
         }
     };
     need(layers >= 1 && experts >= 1, "layers and experts must be at least 1");
-    need(layers <= 4096 && experts <= 65536, "more than 4096 layers or 65536 experts");
+    need(layers <= 4096 && experts <= 65536 && std::int64_t{layers} * experts <= (1 << 24),
+         "more than 4096 layers, 65536 experts or 2^24 experts in all");
     need(top_k >= 1 && top_k <= experts, "top_k must lie between 1 and experts");
     need(devices >= 1 && devices <= kMaxDevices && devices <= total_experts(),
          "devices must lie between 1 and 58, and no more than there are experts");
     need(slots_per_device >= 1, "slots_per_device must be at least 1: one expert must fit on every device");
-    need(expert_bytes >= 1, "expert_bytes must be at least 1");
+    need(expert_bytes >= 1 && expert_bytes <= std::int64_t{1} << 44,
+         "expert_bytes must lie between 1 and 2^44");
     need(prefetch_distance >= 1, "prefetch_distance must be at least 1");
-    need(store_capacity >= 1, "store_capacity must be at least 1");
-    need(embedding_width >= 0 && embedding_work >= 0,
-         "embedding_width and embedding_work must not be negative");
+    need(store_capacity >= 1 && store_capacity <= 1000000, "store_capacity must lie between 1 and 1,000,000");
+    need(embedding_width >= 0 && embedding_width <= 1 << 20 && embedding_work >= 0 &&
+             embedding_work <= 1 << 20,
+         "embedding_width and embedding_work must lie between 0 and 2^20");
     need(frequency_decay > 0.0 && frequency_decay <= 1.0, "frequency_decay must lie in (0, 1]");
     need(!preloaded || slots_per_device * devices >= total_experts(),
          "preloaded needs a slot for every expert");
@@ -141,6 +144,14 @@ Counters Core::counters() {
     const std::scoped_lock lock(mutex_);
     counters_.unused_bytes = config_.expert_bytes * std::count_if(experts_.begin(), experts_.end(),
                                                                   [](const Expert& e) { return e.unused; });
+    for (const Device& d : devices_) {
+        if (d.partial != kNone && !at(d.partial).pinned) {
+            counters_.unused_bytes += d.partial_bytes;
+        }
+        if (d.loading != kNone && d.loading_kind == LoadKind::prefetch) {
+            counters_.unused_bytes += d.loading_offset;
+        }
+    }
     return counters_;
 }
 

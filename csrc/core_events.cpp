@@ -26,7 +26,8 @@ std::uint64_t Core::seed_store(const StoreContents& s, double time_s) {
             "seed_store: a unit embedding has a value beyond 1");
     std::vector<std::int64_t> ages = s.written;
     std::sort(ages.begin(), ages.end());
-    require(ages.empty() || (ages.front() >= 0 && std::adjacent_find(ages.begin(), ages.end()) == ages.end()),
+    require(ages.empty() || (ages.front() >= 0 && ages.back() < std::int64_t{1} << 62 &&
+                             std::adjacent_find(ages.begin(), ages.end()) == ages.end()),
             "seed_store: ages are negative or not all different");
     std::vector<float> map(map_size), unit(width);
     for (std::size_t i = 0; i < n; ++i) {

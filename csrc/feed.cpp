@@ -17,12 +17,13 @@ void need(bool condition, const std::string& problem) {
 }  // namespace
 
 Feed::Feed(int layers, int experts, int embedding_width)
-    : layers_(layers),
-      experts_(experts),
-      width_(embedding_width),
-      counts_(static_cast<std::size_t>(layers) * static_cast<std::size_t>(experts)) {}
+    : layers_(layers), experts_(experts), width_(embedding_width) {
+    need(layers >= 1 && layers <= 4096 && experts >= 1 && experts <= 65536 && embedding_width >= 0,
+         "Feed: layers, experts or embedding_width out of range");
+    counts_.resize(static_cast<std::size_t>(layers) * static_cast<std::size_t>(experts));
+}
 
-void Feed::add(std::int64_t request, RequestRoutingView v) {
+void Feed::add(std::int64_t request, RequestRouting v) {
     const auto n = static_cast<std::size_t>(v.iterations);
     const auto cells = n * static_cast<std::size_t>(layers_);
     const std::string who = "routing of request " + std::to_string(request) + ": ";
@@ -33,32 +34,45 @@ void Feed::add(std::int64_t request, RequestRoutingView v) {
          who + "offsets, experts and token counts do not fit together");
     need(v.embedding.empty() || v.embedding.size() == n * static_cast<std::size_t>(width_),
          who + "embedding is not [n, h]");
+    need(std::all_of(v.token_counts.begin(), v.token_counts.end(), [](std::int32_t n) { return n > 0; }),
+         who + "an expert without tokens");
     for (const std::uint16_t e : v.experts) {
         need(e < experts_, who + "expert " + std::to_string(e) + " is not below J");
     }
-    requests_[request] = std::move(v);
+    const std::scoped_lock lock(mutex_);
+    requests_[request] = std::make_shared<const RequestRouting>(std::move(v));
 }
 
-const RequestRoutingView& Feed::routing(std::int64_t request) const {
+const Feed::Shared& Feed::routing(std::int64_t request) const {
     const auto it = requests_.find(request);
     need(it != requests_.end(), "request " + std::to_string(request) + " has no routing");
     return it->second;
 }
 
-void Feed::remove(std::int64_t request) { requests_.erase(request); }
+void Feed::remove(std::int64_t request) {
+    const std::scoped_lock lock(mutex_);
+    requests_.erase(request);
+}
+
+std::vector<std::int32_t> Feed::token_counts() const {
+    const std::scoped_lock lock(mutex_);
+    return counts_;
+}
 
 void Feed::select(std::span<const std::int64_t> requests, std::span<const std::int64_t> iterations,
                   std::span<const std::int32_t> tokens, Phase phase) {
     need(requests.size() == iterations.size() && requests.size() == tokens.size(),
          "one iteration and token count per row");
+    const std::scoped_lock lock(mutex_);
     selected_.clear();
     rows_.clear();
     std::fill(counts_.begin(), counts_.end(), 0);
     for (std::size_t r = 0; r < requests.size(); ++r) {
-        const RequestRoutingView& v = routing(requests[r]);
+        const Shared& shared = routing(requests[r]);
+        const RequestRouting& v = *shared;
         need(iterations[r] >= 0 && iterations[r] < v.iterations,
              "request " + std::to_string(requests[r]) + " has no iteration " + std::to_string(iterations[r]));
-        selected_.push_back({&v, iterations[r]});
+        selected_.push_back({shared, iterations[r]});
         rows_.push_back({requests[r], phase, tokens[r], !v.embedding.empty()});
         for (int l = 0; l < layers_; ++l) {
             const auto cell = static_cast<std::size_t>(iterations[r] * layers_ + l);
@@ -71,6 +85,7 @@ void Feed::select(std::span<const std::int64_t> requests, std::span<const std::i
 }
 
 std::uint64_t Feed::begin_iteration(Core& core, double time_s) {
+    const std::scoped_lock lock(mutex_);
     buffer_.clear();
     const bool embedded =
         core.config().embedding_width > 0 &&
@@ -80,8 +95,9 @@ std::uint64_t Feed::begin_iteration(Core& core, double time_s) {
         buffer_.assign(rows_.size() * width, 0);
         for (std::size_t r = 0; r < rows_.size(); ++r) {
             if (rows_[r].has_embedding) {
-                const auto from = selected_[r].view->embedding.subspan(
-                    static_cast<std::size_t>(selected_[r].iteration) * width, width);
+                const auto from =
+                    std::span(selected_[r].routing->embedding)
+                        .subspan(static_cast<std::size_t>(selected_[r].iteration) * width, width);
                 std::copy(from.begin(), from.end(), buffer_.begin() + static_cast<std::ptrdiff_t>(r * width));
             }
         }
@@ -91,11 +107,13 @@ std::uint64_t Feed::begin_iteration(Core& core, double time_s) {
 
 std::uint64_t Feed::gate(Core& core, int layer, double time_s) {
     need(layer >= 0 && layer < layers_, "no such layer");
+    const std::scoped_lock lock(mutex_);
+    need(core.config().experts == experts_, "the feed and the core differ in experts");
     const auto width = static_cast<std::size_t>(experts_);
     buffer_.resize(selected_.size() * width);
     for (std::size_t r = 0; r < selected_.size(); ++r) {
         const auto cell = static_cast<std::size_t>(selected_[r].iteration * layers_ + layer);
-        const auto from = selected_[r].view->gate.subspan(cell * width, width);
+        const auto from = std::span(selected_[r].routing->gate).subspan(cell * width, width);
         std::copy(from.begin(), from.end(), buffer_.begin() + static_cast<std::ptrdiff_t>(r * width));
     }
     required_.clear();
@@ -113,6 +131,10 @@ std::uint64_t Feed::gate(Core& core, int layer, double time_s) {
 std::uint64_t Feed::foresee(Core& core, std::int64_t step, std::span<const std::int64_t> requests,
                             std::span<const std::int64_t> from, int count, double time_s) {
     need(requests.size() == from.size(), "one iteration per request");
+    need(count >= 0 && count <= 4096 &&
+             std::all_of(from.begin(), from.end(), [](std::int64_t i) { return i >= 0; }),
+         "foresee: count or an iteration out of range");
+    const std::scoped_lock lock(mutex_);
     std::vector<std::vector<ExpertId>> required(static_cast<std::size_t>(count) *
                                                 static_cast<std::size_t>(layers_));
     std::vector<char> seen(static_cast<std::size_t>(experts_));
@@ -121,7 +143,7 @@ std::uint64_t Feed::foresee(Core& core, std::int64_t step, std::span<const std::
         const int layer = static_cast<int>(i) % layers_;
         std::fill(seen.begin(), seen.end(), 0);
         for (std::size_t r = 0; r < requests.size(); ++r) {
-            const RequestRoutingView& v = routing(requests[r]);
+            const RequestRouting& v = *routing(requests[r]);
             if (from[r] + ahead >= v.iterations) {
                 continue;
             }

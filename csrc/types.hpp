@@ -121,7 +121,7 @@ struct Counters {
     std::int64_t demand_bytes = 0, prefetch_bytes = 0;  // moved
     std::int64_t useful_bytes = 0, wasted_bytes = 0;    // of the prefetch bytes
     std::int64_t evictions = 0, preemptions = 0, dropped = 0, failed_prefetches = 0;
-    std::int64_t unused_bytes = 0;  // of the prefetch bytes, resident and not required so far
+    std::int64_t unused_bytes = 0;  // of the prefetch bytes: not required so far, whole or in part
     std::int64_t searches = 0, late_searches = 0, skipped_updates = 0;
 };
 

@@ -102,7 +102,7 @@ class Engine:
             [state.step_tokens for state in states],
             step.phase == "prefill",
         )
-        counts = feed.token_counts(self._layers)
+        counts = feed.token_counts()
         expert_s = (self._compute.expert_s(counts) + self._compute.exchange_s(tokens)).tolist()
         attention_s = self._compute.attention_s(tokens, context, score_pairs=pairs)
         overhead_s = self._compute.iteration_overhead_s(tokens, len(states), context, score_pairs=pairs)

@@ -44,7 +44,10 @@ class ReferenceCore(Predictions):
 
     def counter_values(self) -> dict[str, Any]:
         """All counters by name."""
-        self.counters.unused_bytes = self.config.expert_bytes * sum(state.unused for state in self.states)
+        held = sum(s.offset for s in self.states if s.status == "partial" and not s.pinned)
+        held += sum(f.offset for f in self.flights if f is not None and f.kind == "prefetch")
+        unused = sum(state.unused for state in self.states)
+        self.counters.unused_bytes = self.config.expert_bytes * unused + held
         return self.counters.values()
 
     # -- the iteration
