@@ -186,8 +186,8 @@ def preset_for(model: str, layers: int, experts: int, top_k: int, expert_bytes: 
         return load_preset(model)
     if top_k >= experts:
         raise SettingError(
-            f"--model {model} uses all {experts} experts of a layer for every token, so there is no routing to "
-            "make up. Give a recorded one with --routing FILE."
+            f"--model {model} uses all {experts} experts of a layer for every token, so there is no routing "
+            "to make up. Give a recorded one with --routing FILE."
         )
     presets = [load_preset(name) for name in preset_names()]
     same = [p for p in presets if (p.layers, p.experts, p.top_k) == (layers, experts, top_k)]
