@@ -16,19 +16,25 @@ def replay_command(
         Path, typer.Argument(metavar="RESULTS", help="Results directory, or decisions.parquet.")
     ],
 ) -> None:
-    """Feed the recorded events to a fresh core: identical, or the first command that differs."""
+    """Feed the recorded events to a fresh core: identical, or where the decisions or the log differ."""
     from ..serving.replay import replay
 
     differs = False
     for path in _logs(results):
         report = replay(path)
         size = f"{report.events:,} events, {report.commands:,} commands, {report.iterations:,} iterations"
-        found = report.divergence
-        if found is None:
+        if report.identical:
             print(f"{path}: identical ({size})")
             continue
         differs = True
+        found = report.divergence
+        altered = f"the log is not the one that was written: {'; '.join(report.alterations)}"
+        if found is None:
+            print(f"{path}: DIFFERS: {altered} ({size})")
+            continue
         print(f"{path}: DIFFERS at #{found.sequence} in iteration {found.iteration} ({size})")
+        if report.alterations:
+            print(f"  altered   {altered}")
         for line in found.context:
             print(f"  before    {line}")
         print(f"  logged    {found.logged}")

@@ -9,14 +9,30 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ..errors import CoreError, TraceError
-from ..policy.core import Core, make_config
-from .decisions import FIRST_COMMAND, KINDS, LISTS, NUMBERS, decision_table, read_decisions
+from ..policy.core import Core, core_options, make_config
+from ..policy.systems import find_system
+from .decisions import (
+    FIRST_COMMAND,
+    KINDS,
+    LISTS,
+    NUMBERS,
+    Decisions,
+    kind_codes,
+    list_parts,
+    log_table,
+    read_decisions,
+)
 
 _CONTEXT_ROWS = 6
 _SHOWN = ("sub_kind", *NUMBERS)
+#: What the binding raises for values that no event can have.
+_UNFIT = (TypeError, ValueError, RuntimeError, OverflowError, IndexError, MemoryError)
+#: More than any model has, and 2 GB for the core's notes of them: options beyond are not worth trying.
+_MOST_EXPERTS = 1 << 24
+#: Options of 64 bits; the other whole numbers have 32.
+_WIDE_OPTIONS = ("expert_bytes", "embedding_work")
 
 
 @dataclass(frozen=True)
@@ -38,31 +54,39 @@ class ReplayReport:
     events: int
     commands: int
     iterations: int
-    divergence: Divergence | None
+    divergence: Divergence | None  # of the core's decisions
+    alterations: tuple[str, ...]  # in what the log is not the one that was written
+
+    @property
+    def identical(self) -> bool:
+        """The log is the one that was written, and the fresh core decided all of it again."""
+        return self.divergence is None and not self.alterations
 
 
 def replay(results: str | Path) -> ReplayReport:
     """Feed a results directory's (or file's) decision log to a fresh core and compare every command.
 
-    Raises TraceError where there is no readable log.
+    Then what the core cannot know is compared with the digests of the writer: whether rows are missing at the
+    end, say, or fields that decide nothing were changed. Raises TraceError where there is no readable log.
     """
     path = Path(results)
     if path.is_dir():
         path = path / "decisions.parquet"
-    table, options = read_decisions(path)
-    try:
-        core = Core(make_config(options), -1)
-    except (CoreError, TypeError) as error:
-        raise TraceError(path, f"its core configuration is not valid ({error}).") from None
-    rows = _Rows(table, int(options["layers"]), int(options["experts"]))
+    log = read_decisions(path)
+    core = _fresh_core(path, log.options)
+    rows = _Rows(log.table, log.options["layers"], log.options["experts"])
     rejected_at, rejection = len(rows), ""
     for index in np.flatnonzero(rows.kind < FIRST_COMMAND).tolist():
         try:
             rows.feed(core, index)
         except CoreError as error:
             rejected_at, rejection = index, str(error)
+        except _UNFIT as error:
+            about = str(error).partition("(): ")[2] or str(error)  # without the name of the binding's method
+            rejected_at, rejection = index, f"no event has these values ({about.splitlines()[0]})"
+        if rejection:
             break
-    fresh = _Rows(decision_table(core.take_log(), options), rows.layers, rows.experts)
+    fresh = _Rows(log_table(core.take_log()), rows.layers, rows.experts)
     first = _first_difference(rows, fresh)
     if first is None and rejection:
         first = rejected_at
@@ -82,20 +106,81 @@ def replay(results: str | Path) -> ReplayReport:
         )
     events = int(np.count_nonzero(rows.kind < FIRST_COMMAND))
     iterations = int(np.count_nonzero(rows.kind == KINDS.index("begin_iteration")))
-    return ReplayReport(path, events, len(rows) - events, iterations, divergence)
+    return ReplayReport(
+        path, events, len(rows) - events, iterations, divergence, _alterations(log, rows.column("sequence"))
+    )
+
+
+def _fresh_core(path: Path, options: dict[str, Any]) -> Core:
+    """A core of the log's options, which were read from a file and may be anything."""
+
+    def refuse(problem: str) -> TraceError:
+        remedy = "Run the simulation again for an unaltered log."
+        return TraceError(path, problem, place="metadata finemoe.core", remedy=remedy)
+
+    known = core_options(
+        find_system("lru"),
+        layers=1,
+        experts=1,
+        top_k=1,
+        devices=1,
+        slots_per_device=1,
+        expert_bytes=1,
+        prefetch_distance=1,
+        store_capacity=1,
+        embedding_width=0,
+        embedding_work=0,
+    )
+    for key, example in known.items():
+        if key not in options:
+            raise refuse(f"the option {key} is missing.")
+        value = options[key]
+        if type(value) is not type(example) and not (type(example) is float and type(value) is int):
+            raise refuse(f"{key} is {value!r}, which is not of type {type(example).__name__}.")
+        bits = 63 if key in _WIDE_OPTIONS else 31
+        if type(value) is int and not -(1 << bits) <= value < 1 << bits:
+            raise refuse(f"{key} is {value}, beyond {bits + 1} bits.")
+    unknown = sorted(options.keys() - known.keys())
+    if unknown:
+        raise refuse(f"{unknown[0]} is no option of the core.")
+    try:
+        config = make_config(options)
+        if config.layers * config.experts > _MOST_EXPERTS:
+            raise refuse(f"{config.layers} layers of {config.experts} experts are more than any model has.")
+        return Core(config, -1)
+    except CoreError as error:
+        raise refuse(f"its core options are not valid ({error}).") from None
+    except _UNFIT as error:
+        shown = ", ".join(f"{key} {value}" for key, value in options.items() if type(value) is int)
+        raise refuse(f"no core can be built with these options ({type(error).__name__}: {shown}).") from None
+
+
+def _alterations(log: Decisions, sequence: Any) -> tuple[str, ...]:
+    """In what the log differs from the one that was written, the place first where one is known."""
+    found = []
+    misplaced = np.flatnonzero(sequence != np.arange(len(sequence)))
+    if misplaced.size:
+        first = int(misplaced[0])
+        found.append(f"row {first} has the sequence {sequence[first]}")
+    missing = log.written_rows - len(sequence)
+    if missing:
+        where = "" if misplaced.size else " at the end"
+        rows = f"{abs(missing):,} of {log.written_rows:,} rows are missing" if missing > 0 else ""
+        found.append((rows or f"{-missing:,} rows follow the {log.written_rows:,} that were written") + where)
+    else:  # otherwise every column differs
+        found += [f"column {name} was altered" for name in log.altered_columns]
+    if log.options_altered:
+        found.append("the core's options were altered")
+    return tuple(found)
 
 
 class _Rows:
     """A decision table as NumPy columns, with random access to its lists."""
 
     def __init__(self, table: pa.Table, layers: int, experts: int) -> None:
-        table = table.combine_chunks()
         self.layers, self.experts = layers, experts
-        self._table = table
-        names = pa.array(KINDS)
-        self.kind = np.asarray(
-            pc.index_in(table["kind"].combine_chunks().dictionary_decode(), names).fill_null(-1)
-        )
+        self._table = table.combine_chunks()
+        self.kind = kind_codes(self._table["kind"].combine_chunks(), "kind")
         self._columns: dict[str, Any] = {}
 
     def __len__(self) -> int:
@@ -114,8 +199,7 @@ class _Rows:
         """Offsets and values of a list column."""
         key = f"{name} list"
         if key not in self._columns:
-            chunk = self._table[name].combine_chunks()
-            self._columns[key] = (chunk.offsets.to_numpy(), chunk.values.to_numpy(zero_copy_only=False))
+            self._columns[key] = list_parts(self._table[name].combine_chunks())
         parts: tuple[Any, Any] = self._columns[key]
         return parts
 
@@ -145,7 +229,8 @@ class _Rows:
 def _first_difference(logged: _Rows, fresh: _Rows) -> int | None:
     n = min(len(logged), len(fresh))
     differs = logged.kind[:n] != fresh.kind[:n]
-    for name in ("time_s", "iteration", "blocking", "reason", *_SHOWN):
+    differs |= logged.column("time_s")[:n].view(np.int64) != fresh.column("time_s")[:n].view(np.int64)
+    for name in ("iteration", "blocking", "reason", *_SHOWN):
         differs |= logged.column(name)[:n] != fresh.column(name)[:n]
     for name in LISTS:
         differs |= _lists_differ(logged.list_parts(name), fresh.list_parts(name), n)
@@ -160,7 +245,10 @@ def _lists_differ(one: tuple[Any, Any], other: tuple[Any, Any], n: int) -> Any:
     differs = lengths[0] != lengths[1]
     same = int(np.argmax(differs)) if differs.any() else n  # up to here the offsets agree
     end = int(one[0][same])
-    unequal = np.flatnonzero(one[1][:end] != other[1][:end])
+    values = [
+        part[:end].view(np.uint16) if part.dtype == np.float16 else part[:end] for _, part in (one, other)
+    ]
+    unequal = np.flatnonzero(values[0] != values[1])
     if unequal.size:
         differs[np.searchsorted(one[0][: same + 1], unequal[0], side="right") - 1] = True
     return differs
@@ -173,12 +261,12 @@ def _seed_store(rows: _Rows, core: Core, i: int, time_s: float) -> None:
 
 
 def _begin_iteration(rows: _Rows, core: Core, i: int, time_s: float) -> None:
-    flags = rows.items("phases", i).tolist()
+    parts = [rows.items(name, i).tolist() for name in ("requests", "tokens", "phases")]
+    if len({len(part) for part in parts}) > 1:
+        raise CoreError(f"{len(parts[0])} requests, {len(parts[1])} tokens and {len(parts[2])} phases")
     made = [
         (request, "decode" if flag & 1 else "prefill", tokens, bool(flag & 2))
-        for request, tokens, flag in zip(
-            rows.items("requests", i).tolist(), rows.items("tokens", i).tolist(), flags, strict=True
-        )
+        for request, tokens, flag in zip(*parts, strict=True)
     ]
     embeddings = rows.items("values", i)
     core.begin_iteration(made, embeddings if len(embeddings) else None, time_s)
