@@ -67,5 +67,5 @@ def unwritable(path: Path, error: Exception) -> TraceError:
 
 
 def partial_of(path: Path) -> Path:
-    """Where `path` is written before it is complete: beside it, so that os.replace stays in one file system."""
+    """Where `path` is written before it is complete: beside it, in the same file system."""
     return path.parent / f".{path.name}.{os.getpid()}.partial"
