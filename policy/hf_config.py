@@ -74,7 +74,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ) from None
     except RecursionError:
         raise SettingError(
-            f"{path}: nested too deeply for a model's description. Give the config.json of a Hugging Face model."
+            f"{path}: nested too deeply for a config. Give the config.json of a Hugging Face model."
         ) from None
     except ValueError as error:
         raise SettingError(
@@ -179,7 +179,7 @@ def spec_from_config(
     experts, top_k = keys.count(*_EXPERTS, most=_MAX_EXPERTS), keys.count(*_TOP_K)
     if layers_total * experts > _MAX_ROUTED_EXPERTS:
         raise SettingError(
-            f"{where}: {layers_total} layers of {experts} experts; at most {_MAX_ROUTED_EXPERTS} experts in all "
+            f"{where}: {layers_total} layers of {experts} experts; at most {_MAX_ROUTED_EXPERTS} in all "
             "are possible. Correct one of them."
         )
     if top_k > experts:

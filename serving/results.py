@@ -162,7 +162,7 @@ class ResultsWriter:
         try:
             if _identity(self._staging) != self._identity:
                 raise SettingError(
-                    f"--output: {self._staging} was taken over by another run. Give each run its own directory."
+                    f"--output: {self._staging} was taken over by another run. Give each its own directory."
                 )
             yield
         except OSError as error:
@@ -264,7 +264,9 @@ def check_output(directory: Path) -> None:
 
 
 def _unwritable(place: Path, error: OSError) -> SettingError:
-    return SettingError(f"--output: {place} cannot be written ({error.strerror or error}). Choose another directory.")
+    return SettingError(
+        f"--output: {place} cannot be written ({error.strerror or error}). Choose another directory."
+    )
 
 
 def _check_ours(place: Path) -> None:

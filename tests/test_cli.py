@@ -89,7 +89,7 @@ def test_the_flags_are_the_settings() -> None:
         (("--trace", "{trace}", "--num-requests", "9" * 23), "--num-requests is 999"),
         (("--trace", "{trace}", "--seed", "9" * 5000), "--seed is '999"),
         (("--trace", "{trace}", "--expert-cache", "٢٤GB"), "--expert-cache '٢٤GB' is no size"),
-        (("--trace", "{trace}", "--time-scale", "1e308"), "time_scale = 1e+308"),
+        (("--trace", "{trace}", "--time-scale", "1e308"), "--time-scale is 1e+308"),
         (("--trace", "{trace}", "--output", ""), "--output is '.'"),
         (("--trace", "{trace}", "--output", "/", "--dry-run"), "--output is '/'"),
         (("--trace", "{trace}", "--output", "{trace}"), "a file of that name"),
@@ -406,3 +406,18 @@ def test_replay_without_a_log_is_bad_input(trace: Path) -> None:
         assert done.returncode == 2
         assert done.stderr.startswith("finemoe: error: ")
         assert done.stderr.count("\n") == 1
+
+
+def test_a_full_standard_output_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command("systems", "--json", code=VERB),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+            check=False,
+        )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("finemoe: error: [Errno 28] No space left on device")
+    assert done.stderr.count("\n") == 1

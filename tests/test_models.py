@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import os
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +280,13 @@ def test_refused_configs_name_file_and_keys(
 
 
 @pytest.mark.parametrize(
-    ("content", "word"), [(b"{", "not JSON"), (b"[1]", "not an object"), (b"\xff\xfe", "JSON"), (b"[" * 100_000, "nested too deeply")]
+    ("content", "word"),
+    [
+        (b"{", "not JSON"),
+        (b"[1]", "not an object"),
+        (b"\xff\xfe", "JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
 )
 def test_unreadable_configs(tmp_path: Path, content: bytes, word: str) -> None:
     path = tmp_path / "model.json"

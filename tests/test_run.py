@@ -62,10 +62,13 @@ def test_two_cells_never_share_a_folder(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"time_scale": 1e308}, r"time_scale = 1e\+308: request 19 .* would arrive at .* Give a smaller one"),
+        (
+            {"time_scale": 1e308},
+            r"--time-scale is 1e\+308: request 19 .* would arrive at .* Give a smaller one",
+        ),
         ({"time_scale": 1e9}, r"request 19 of .* would arrive at 9\.5e\+09 s; at most 1e\+09 s"),
-        ({"rate": 1e-300}, r"rate = 1e-300: request 19 .* Give a greater one"),
-        ({"rate": 5e-324}, r"rate = .* would arrive at inf s"),
+        ({"rate": 1e-300}, r"--rate is 1e-300: request 19 .* Give a greater one"),
+        ({"rate": 5e-324}, r"--rate is .* would arrive at inf s"),
     ],
 )
 def test_arrivals_beyond_the_clock_are_refused(trace: Path, options: dict[str, object], message: str) -> None:

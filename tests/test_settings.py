@@ -66,7 +66,10 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
         ({"frequency": "runs"}, r"--frequency is runs\. Choose run or residency\. Did you mean run\?"),
         ({"seed": "9" * 23}, r"--seed is 9{23}\. Give a whole number of at most 9223372036854775807"),
         ({"max_num_seqs": "9" * 5000}, r"--max-num-seqs is '9{59}\. Give a whole number"),
-        ({"num_requests": 2**31}, r"--num-requests is 2147483648\. Give a whole number of at most 2147483647"),
+        (
+            {"num_requests": 2**31},
+            r"--num-requests is 2147483648\. Give a whole number of at most 2147483647",
+        ),
         ({"num_requests": "٣"}, r"--num-requests is '٣'\. Give a whole number or all"),
         ({"decisions": "9" * 23}, r"--decisions is 9{23}"),
         ({"token_budget": 2**31}, r"--token-budget is 2147483648"),

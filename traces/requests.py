@@ -153,7 +153,8 @@ def select_requests(
     that mean rate in requests per second, (n − 1) / span: the trace keeps its bursts, and nothing is drawn
     at random. It costs a first pass over the selected requests. `prompt_tokens` and `output_tokens` replace
     the length of every request.
-    Raises SettingError for a value out of range, for a last arrival beyond MAX_SPAN_S, and for `rate` together with `time_scale`.
+    Raises SettingError for a value out of range, for a last arrival beyond MAX_SPAN_S, and for `rate`
+    together with `time_scale`.
     """
     _at_least("num_requests", num_requests, 1)
     _at_least("start", start, 0)
@@ -184,10 +185,11 @@ def _select(
         seconds = _seconds(batch.ticks, origin)
         last_s = float(seconds[-1]) * scale
         if not last_s <= MAX_SPAN_S:  # true for NaN too
-            given = f"time_scale = {time_scale:g}" if rate is None else f"rate = {rate:g}"
+            given = f"--time-scale is {time_scale:g}" if rate is None else f"--rate is {rate:g}"
+            wanted = "smaller" if rate is None else "greater"
             raise SettingError(
-                f"{given}: request {index + len(batch) - 1} of {trace.path} would arrive at {last_s:g} s; at most "
-                f"{MAX_SPAN_S:g} s are possible. Give a {'smaller' if rate is None else 'greater'} one."
+                f"{given}: request {index + len(batch) - 1} of {trace.path} would arrive at {last_s:g} s; "
+                f"at most {MAX_SPAN_S:g} s are possible. Give a {wanted} one."
             )
         arrivals = (seconds * scale).tolist()
         for arrival_s, prompt, output in zip(
