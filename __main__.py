@@ -1,5 +1,5 @@
 """`python -m finemoe` is the `finemoe` command."""
 
-from .cli.main import main
+from .cli.entry import main
 
 main()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import tomllib
 from decimal import Decimal
 from pathlib import Path
@@ -21,9 +22,11 @@ from typing import Literal, get_args
 import msgspec
 
 from ..errors import SettingError
+from ..traces.files import unreadable_kind
 
 Evidence = Literal["MEASURED", "CALIBRATED", "SIMULATED", "DERIVED", "ASSUMED"]
 EVIDENCE: tuple[Evidence, ...] = get_args(Evidence)
+MAX_DEVICES = 58  # of the policy core (csrc/types.hpp)
 PROFILE_FOLDER = Path(__file__).parent / "profiles"
 
 # unit -> factor to the base unit, per dimension; GB = 10^9, GiB = 2^30. Decimal: 5 us is 5e-6 exactly.
@@ -48,7 +51,7 @@ class _Rule(msgspec.Struct, frozen=True):
 
 
 _RULES = {
-    "devices": _Rule(_RATIO, whole=True, least=1),
+    "devices": _Rule(_RATIO, whole=True, least=1, most=MAX_DEVICES),
     "device_memory_bytes": _Rule(_BYTES, whole=True),
     "memory_reserve_bytes": _Rule(_BYTES, whole=True),
     "memory_bandwidth": _Rule(_BANDWIDTH),
@@ -131,10 +134,10 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
     if text in names:
         return _read(PROFILE_FOLDER / f"{text}.toml")
     path = Path(name_or_path)
-    if path.suffix == ".toml" or path.exists():
+    if text and (path.suffix == ".toml" or os.path.exists(path)):  # which never raises
         return _read(path)
     raise SettingError(
-        f"hardware profile {text!r} is unknown.{_nearest(text, names)} "
+        f"--hardware {text!r} is unknown.{_nearest(text, names)} "
         f"Known: {', '.join(names)}; or give the path of a .toml file."
     )
 
@@ -145,12 +148,17 @@ def _nearest(word: str, known: tuple[str, ...]) -> str:
 
 
 def _read(path: Path) -> HardwareProfile:
+    kind = unreadable_kind(path)
+    if kind is not None:
+        raise SettingError(f"{path}: this is {kind}. Give a profile's .toml file.")
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingError(
             f"{path}: cannot be read ({error.strerror}). Give a profile's .toml file."
         ) from None
+    except RecursionError:
+        raise SettingError(f"{path}: nested too deeply for a profile. Give a profile's .toml file.") from None
     except ValueError as error:
         raise SettingError(f"{path}: not TOML ({error}). Give a profile's .toml file.") from None
     for key in tables:

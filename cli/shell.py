@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import NoReturn
 
@@ -11,18 +12,29 @@ from ..errors import CapacityError, InputError
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+EXIT_CLOSED_PIPE = 141  # what a shell says of a process that SIGPIPE has ended
 
 
 def run(app: typer.Typer, name: str) -> NoReturn:
-    """Run a command line and exit: 0, 2 on bad input or usage, 130 on Ctrl-C."""
+    """Run a command line and exit: 0, 2 on bad input or usage, 130 on Ctrl-C, 141 where nobody reads the
+    output any more."""
     try:
-        code = app(standalone_mode=False, prog_name=name)
+        code = _command(app, name)
         sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+        code = EXIT_CLOSED_PIPE
     except (InputError, CapacityError) as error:
         code = fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
         print("finemoe: interrupted, nothing was kept", file=sys.stderr)
         code = EXIT_INTERRUPTED
+    except MemoryError as error:
+        what = f" ({error})" if str(error) else ""
+        code = fail(f"not enough memory{what}. Take fewer requests, or keep fewer --decisions.")
+    except OSError as error:
+        _drop_output()
+        code = fail(f"{error}. Check the path and the free space of its folder.")
     except Exception as error:
         # Usage errors come from the parser under typer, which is a private copy in some versions of typer.
         usage = getattr(error, "format_message", None)
@@ -30,6 +42,22 @@ def run(app: typer.Typer, name: str) -> NoReturn:
             raise
         code = fail(f"{usage().rstrip('.')}. See {name} --help.")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _command(app: typer.Typer, name: str) -> object:
+    try:
+        return app(standalone_mode=False, prog_name=name)
+    except SystemExit as end:  # the parser under typer ends the process itself where a pipe is closed
+        raise BrokenPipeError from end
+
+
+def _drop_output() -> None:
+    """Let what is still in the buffer go nowhere where it cannot be written, so that the interpreter's last
+    flush finds no fault."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def fail(message: str) -> int:

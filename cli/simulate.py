@@ -132,12 +132,15 @@ def _simulate(
     dry_run: bool,
     quiet: bool,
 ) -> None:
+    from ..serving.results import check_output
     from ..sim.plan import make_plan
     from ..sim.run import Interrupted, run_plan
     from ..sim.settings import resolve
     from . import table
     from .progress import ProgressBar
 
+    if output is not None:
+        check_output(output)
     plan = make_plan(resolve(options, config))
     human = not (as_json or quiet)
     if dry_run:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from ..errors import SettingError
+from ..traces.files import unreadable_kind
 from .model_spec import BF16_BYTES, ModelSpec
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -20,6 +21,10 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "
 _EXPERT_WIDTH = ("moe_intermediate_size", "intermediate_size", "d_ff")
 _DENSE_WIDTH = ("intermediate_size", "d_ff")
 _SHARED_COUNT = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+
+# Bounds far above every model, so that a mistyped number is an error and not an endless loop.
+_MAX_COUNT = 2**31 - 1
+_MAX_LAYERS, _MAX_EXPERTS, _MAX_ROUTED_EXPERTS = 4096, 65_536, 2**24
 
 # Keys of designs that the counts below do not cover: refused, as the result would look right and be wrong.
 _NOT_COVERED = {
@@ -58,11 +63,18 @@ _FAMILIES = {
 
 def read_config(path: Path) -> dict[str, Any]:
     """The object in a config.json. Raises SettingError where it is unreadable or holds no JSON object."""
+    kind = unreadable_kind(path)
+    if kind is not None:
+        raise SettingError(f"{path}: this is {kind}. Give the path of a config.json.")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingError(
             f"{path}: cannot be read ({error.strerror}). Give the path of a config.json."
+        ) from None
+    except RecursionError:
+        raise SettingError(
+            f"{path}: nested too deeply for a config. Give the config.json of a Hugging Face model."
         ) from None
     except ValueError as error:
         raise SettingError(
@@ -84,8 +96,8 @@ class _Keys:
     def has(self, *keys: str) -> bool:
         return any(self.config.get(key) is not None for key in keys)
 
-    def count(self, *keys: str, least: int = 1) -> int:
-        """The first of `keys` that is present, a whole number of at least `least`."""
+    def count(self, *keys: str, least: int = 1, most: int = _MAX_COUNT) -> int:
+        """The first of `keys` that is present, a whole number of `least` to `most`."""
         for key in keys:
             value = self.config.get(key)
             if value is None:
@@ -94,6 +106,8 @@ class _Keys:
                 raise SettingError(
                     f"{self.where}: {key} is {value!r}; a whole number of at least {least} is needed."
                 )
+            if value > most:
+                raise SettingError(f"{self.where}: {key} is {value}; at most {most} is possible. Correct it.")
             return value
         raise SettingError(
             f"{self.where}: no key {' or '.join(keys)}. Add it; a missing count is never guessed."
@@ -146,9 +160,13 @@ def spec_from_config(
                 f"{where}: {key} means {what}, which this description does not cover. Use another model."
             )
     layer_types = config.get("layer_types") or []
+    if not isinstance(layer_types, list) or not all(isinstance(kind, str) for kind in layer_types):
+        raise SettingError(f"{where}: layer_types is {layer_types!r}; a list of texts is needed.")
     if other := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
         raise SettingError(f"{where}: layer_types has {other[0]!r}, which is not covered. Use another model.")
     model_type = config.get("model_type")
+    if model_type is not None and not isinstance(model_type, str):
+        raise SettingError(f"{where}: model_type is {model_type!r}; a text is needed.")
     if model_type not in _FAMILIES:
         notes.append(
             f"model_type {model_type!r} is not known: biases and norms beyond the config's keys not counted"
@@ -158,7 +176,12 @@ def spec_from_config(
         notes.append("tie_word_embeddings is absent: taken as true, the library's base value")
 
     layers_total, hidden, heads, head_width = _sizes(keys)
-    experts, top_k = keys.count(*_EXPERTS), keys.count(*_TOP_K)
+    experts, top_k = keys.count(*_EXPERTS, most=_MAX_EXPERTS), keys.count(*_TOP_K)
+    if layers_total * experts > _MAX_ROUTED_EXPERTS:
+        raise SettingError(
+            f"{where}: {layers_total} layers of {experts} experts; at most {_MAX_ROUTED_EXPERTS} in all "
+            "are possible. Correct one of them."
+        )
     if top_k > experts:
         raise SettingError(f"{where}: {top_k} experts per token of {experts}. Correct {' or '.join(_TOP_K)}.")
     width = keys.count(*_EXPERT_WIDTH)
@@ -221,7 +244,7 @@ def spec_from_config(
 
 def _sizes(keys: _Keys) -> tuple[int, int, int, int]:
     """Decoder layers, hidden size, attention heads, head width (hidden / heads where no key states it)."""
-    layers = keys.count("num_decoder_layers", "num_hidden_layers")
+    layers = keys.count("num_decoder_layers", "num_hidden_layers", most=_MAX_LAYERS)
     hidden = keys.count("hidden_size", "d_model")
     heads = keys.count("num_attention_heads", "num_heads")
     if keys.has("head_dim", "d_kv"):

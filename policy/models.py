@@ -131,7 +131,7 @@ def load_model_spec(name_or_path: str | Path) -> ModelSpec:
         near = difflib.get_close_matches(text.lower(), known, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise SettingError(
-            f"model {text!r} is unknown.{hint} Known: {', '.join(_CONFIGS)}; or give a config.json's path."
+            f"--model {text!r} is unknown.{hint} Known: {', '.join(_CONFIGS)}; or give a config.json's path."
         )
     if path.is_dir():
         path = path / "config.json"

@@ -9,8 +9,8 @@
 
 A grid of several cells has one folder per cell, `DIR/POLICY-CACHE/`, with the three Parquet files; the other
 files stand in DIR and cover all cells. Everything is written into `DIR.partial` and renamed at the end, so a
-killed run leaves the old results as they were and `DIR.partial` with the finished cells beside them. The
-same settings give the same bytes, wall.json aside.
+killed run leaves the old results as they were and `DIR.partial` with the finished cells beside them. What is
+not whole yet has a name that ends in `.part`. The same settings give the same bytes, wall.json aside.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,9 @@ class ResultsWriter:
         self._evidence = msgspec.json.encode(evidence)
         self._staging = _beside(directory, "partial")
         self._staging.mkdir(parents=True)
+        # Held open so that its inode stands for it alone, also after another run has removed it.
+        self._handle: int | None = os.open(self._staging, os.O_RDONLY)
+        self._identity = _identity(self._staging)
 
     @classmethod
     def replacing(cls, directory: Path, cells: tuple[str, ...], evidence: Mapping[str, Any]) -> ResultsWriter:
@@ -98,14 +102,12 @@ class ResultsWriter:
 
         SettingError for anything else: nobody's files are overwritten.
         """
+        check_output(directory)
         old = _beside(directory, "old")
         try:
             if old.exists() and not directory.exists():  # killed between the two renames of `commit`
                 os.rename(old, directory)
-            leftovers = (_beside(directory, "partial"), old)
-            for place in (directory, *leftovers):
-                _check_ours(place)
-            for place in leftovers:
+            for place in (_beside(directory, "partial"), old):
                 if place.exists():
                     shutil.rmtree(place)
             return cls(directory, cells, evidence)
@@ -119,7 +121,7 @@ class ResultsWriter:
         while True:
             directory = root / f"{number:04d}"
             try:
-                if not directory.exists() and not _beside(directory, "old").exists():
+                if not os.path.lexists(directory) and not os.path.lexists(_beside(directory, "old")):
                     return cls(directory, cells, evidence)
             except FileExistsError:  # of a killed run, or of another process that took the number just now
                 pass
@@ -134,13 +136,37 @@ class ResultsWriter:
         iterations: IterationLog,
         decisions: pyarrow.Table | None,
     ) -> None:
-        """Write the Parquet files of one finished cell."""
-        folder = self._staging / cell if len(self._cells) > 1 else self._staging
-        folder.mkdir(exist_ok=True)
-        self._write(requests.to_arrow().sort_by("request"), folder / "requests.parquet")
-        self._write(iterations.to_arrow(), folder / "iterations.parquet")
+        """Write the Parquet files of one finished cell; its folder appears when all are written.
+
+        Raises SettingError where they cannot be written.
+        """
+        tables = {"requests": requests.to_arrow().sort_by("request"), "iterations": iterations.to_arrow()}
         if decisions is not None:
-            self._write(decisions, folder / "decisions.parquet")
+            tables["decisions"] = decisions
+        with self._writing():
+            part = self._staging / f"{cell}.part"
+            part.mkdir()
+            for name, table in tables.items():
+                self._write(table, part / f"{name}.parquet")
+            if len(self._cells) > 1:
+                os.rename(part, self._staging / cell)
+                return
+            for name in tables:
+                os.rename(part / f"{name}.parquet", self._staging / f"{name}.parquet")
+            part.rmdir()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """What the operating system says about a write as SettingError; also where DIR.partial is no longer
+        the one made here, because another run took the same name."""
+        try:
+            if _identity(self._staging) != self._identity:
+                raise SettingError(
+                    f"--output: {self._staging} was taken over by another run. Give each its own directory."
+                )
+            yield
+        except OSError as error:
+            raise _unwritable(self.directory, error) from error
 
     def _write(self, table: pyarrow.Table, path: Path) -> None:
         import pyarrow as pa
@@ -164,43 +190,89 @@ class ResultsWriter:
             "config.resolved.toml": config_toml,
             "wall.json": _json({"wall_s": wall}),
         }
-        for name, text in texts.items():
-            part = self._staging / f"{name}.part"
-            part.write_text(text, "utf-8")
-            os.replace(part, self._staging / name)
+        with self._writing():
+            for name, text in texts.items():
+                part = self._staging / f"{name}.part"
+                part.write_text(text, "utf-8")
+                os.replace(part, self._staging / name)
 
     def commit(self) -> Path:
         """Put the results in place of what was there; returns the directory."""
         old = _beside(self.directory, "old")
-        try:
+        with self._writing():
             if self.directory.exists():
                 os.rename(self.directory, old)
             os.rename(self._staging, self.directory)
-        except OSError as error:
-            raise _unwritable(self.directory, error) from error
-        if old.exists():
-            shutil.rmtree(old)
+            if old.exists():
+                shutil.rmtree(old)
+        self._close()
         return self.directory
 
-    def keep_partial(self) -> Path:
-        """Keep what an interrupted run finished: in place, or in `DIR.partial` where older results stand."""
-        return self._staging if (self.directory / _SUMMARY).exists() else self.commit()
+    def keep_partial(self, results: Results, config_toml: str) -> Path:
+        """Keep the cells that an interrupted run finished: in place, or in `DIR.partial` where older results
+        stand. Folders and summary agree: what `results` does not call finished is removed."""
+        if _identity(self.directory) == self._identity:  # interrupted when all was in place
+            return self.directory
+        with self._writing():
+            ran = {cell_name(run.policy, run.expert_cache) for run in results.runs if run.ran}
+            for entry in self._staging.iterdir():
+                if entry.is_dir() and entry.name not in ran:
+                    shutil.rmtree(entry)
+        self.write_summary(results, config_toml)
+        if not (self.directory / _SUMMARY).exists():
+            return self.commit()
+        self._close()
+        return self._staging
 
     def discard(self) -> None:
-        """Drop what was written: the run failed before its first cell was finished."""
-        shutil.rmtree(self._staging)
+        """Drop what was written, as far as it is still there and this run's own."""
+        if _identity(self._staging) == self._identity:
+            shutil.rmtree(self._staging, ignore_errors=True)
+        self._close()
+
+    def _close(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
 
 def _beside(directory: Path, ending: str) -> Path:
     return directory.with_name(f"{directory.name}.{ending}")
 
 
+def _identity(place: Path) -> tuple[int, int] | None:
+    """What tells a directory from a later one of the same name; None where there is none."""
+    try:
+        found = place.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def check_output(directory: Path) -> None:
+    """Raise SettingError unless results can be written as `directory`, with nobody's files in the way."""
+    if directory.name in ("", "..") or "\0" in str(directory):
+        raise SettingError(
+            f"--output is {str(directory)!r}, which is not the name of a directory that could be replaced. "
+            "Give a name of its own: --output DIR."
+        )
+    try:
+        for place in (directory, _beside(directory, "partial"), _beside(directory, "old")):
+            _check_ours(place)
+    except OSError as error:
+        raise _unwritable(directory, error) from error
+
+
 def _unwritable(place: Path, error: OSError) -> SettingError:
-    return SettingError(f"--output: {place} cannot be written ({error.strerror}). Choose another directory.")
+    return SettingError(
+        f"--output: {place} cannot be written ({error.strerror or error}). Choose another directory."
+    )
 
 
 def _check_ours(place: Path) -> None:
     """Raise SettingError unless `place` is absent, empty, or holds results and nothing else."""
+    if place.is_symlink():
+        raise SettingError(f"--output: {place} is a link. Give the directory itself.")
     if not place.exists():
         return
     foreign = _foreign(place)
@@ -218,18 +290,33 @@ def _foreign(place: Path) -> str | None:
     entries = sorted(entry.name for entry in place.iterdir())
     if not entries:
         return None
+    if not _is_file(place / _SUMMARY):
+        return entries[0]
     try:
         summary = json.loads((place / _SUMMARY).read_text("utf-8"))
         ours = summary["format"] == FORMAT
         cells = {cell_name(run["policy"], run["expert_cache"]) for run in summary["runs"]}
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return entries[0]
     for name in entries:
-        if name in cells:
-            inside = sorted(entry.name for entry in (place / name).iterdir())
-            strange = [f"{name}/{entry}" for entry in inside if entry not in _CELL_FILES]
-            if strange:
-                return strange[0]
-        elif not ours or name.removesuffix(".part") not in _CELL_FILES | _TOP_FILES:
+        plain = name.removesuffix(".part")
+        if name in cells or plain in cells:
+            strange = _foreign_in_cell(place / name)
+            if strange is not None:
+                return strange
+        elif not ours or plain not in _CELL_FILES | _TOP_FILES or not _is_file(place / name):
             return name
     return None
+
+
+def _foreign_in_cell(folder: Path) -> str | None:
+    if folder.is_symlink() or not folder.is_dir():
+        return folder.name
+    for entry in sorted(folder.iterdir()):
+        if entry.name not in _CELL_FILES or not _is_file(entry):
+            return f"{folder.name}/{entry.name}"
+    return None
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()

@@ -22,7 +22,7 @@ _UNITS = {
     "GiB": 2**30,
 }
 _UNITS |= {"TiB": 2**40}
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[A-Za-z]*)")
+_SIZE = re.compile(r"(?P<number>[0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30}) ?(?P<unit>[A-Za-z]*)")
 _FORMS = "Give bytes (24GB, 16GiB), a fraction of all experts above 0 and up to 1 (0.25), or slots (96slots)"
 
 
@@ -65,29 +65,29 @@ def parse_cache_size(text: str, model: ModelSpec, dtype: ExpertDtype) -> int:
 
     A fraction is rounded down to whole experts. Raises SettingError naming the value and the forms.
     """
-    match = _SIZE.fullmatch(text.strip())
+    match = _SIZE.fullmatch(text)
     if match is None:
-        raise SettingError(f"expert cache {text!r} is no size. {_FORMS}.")
+        raise SettingError(f"--expert-cache {text!r} is no size. {_FORMS}.")
     number, unit = Fraction(match["number"]), match["unit"]
     if number == 0:
-        raise SettingError(f"expert cache {text!r} is zero. {_FORMS}.")
+        raise SettingError(f"--expert-cache {text!r} is zero. {_FORMS}.")
     expert_bytes = model.expert_bytes(dtype)
     if unit in _UNITS:
         return int(number * _UNITS[unit])
     if unit in ("slot", "slots"):
         if number.denominator != 1:
-            raise SettingError(f"expert cache {text!r}: slots come whole. {_FORMS}.")
+            raise SettingError(f"--expert-cache {text!r}: slots come whole. {_FORMS}.")
         return int(number) * expert_bytes
     if unit:
         raise SettingError(
-            f"expert cache {text!r}: unit {unit!r} is none of {', '.join(_UNITS)}, slots. {_FORMS}."
+            f"--expert-cache {text!r}: unit {unit!r} is none of {', '.join(_UNITS)}, slots. {_FORMS}."
         )
     if number > 1:
-        raise SettingError(f"expert cache {text!r} has no unit, and a fraction is at most 1. {_FORMS}.")
+        raise SettingError(f"--expert-cache {text!r} has no unit, and a fraction is at most 1. {_FORMS}.")
     slots = int(number * model.routed_experts())
     if slots == 0:
         raise SettingError(
-            f"expert cache {text!r} is less than one of {model.routed_experts()} experts. {_FORMS}."
+            f"--expert-cache {text!r} is less than one of {model.routed_experts()} experts. {_FORMS}."
         )
     return slots * expert_bytes
 
@@ -116,7 +116,7 @@ def plan_memory(
     )
     if slots_per_device < 1:
         raise SettingError(
-            f"expert cache of {_size(expert_cache_bytes)} over {devices} device(s) holds no expert of "
+            f"--expert-cache of {_size(expert_cache_bytes)} over {devices} device(s) holds no expert of "
             f"{_size(expert_bytes)} per device. Give {_size(devices * expert_bytes)} ({devices}slots)."
         )
     used = [min(slots_per_device, len(range(device, experts, devices))) for device in range(devices)]

@@ -167,6 +167,14 @@ def _cells(
                 cells.append(Cell(system, text, size, memory))
             except CapacityError as error:
                 cells.append(Cell(system, text, size, None, str(error)))
+    by_folder: dict[str, Cell] = {}
+    for cell in cells:
+        other = by_folder.setdefault(cell.name, cell)
+        if other is not cell:
+            raise SettingError(
+                f"--expert-cache {other.expert_cache!r} and {cell.expert_cache!r} would both be kept in the "
+                f"folder {cell.name}. Write one of them differently, or leave it out."
+            )
     if not any(cell.memory for cell in cells):
         raise CapacityError(cells[0].problem)
     return tuple(cells)

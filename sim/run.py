@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from .. import __version__
-from ..errors import CapacityError
+from ..errors import CapacityError, SettingError
 from ..serving.metrics import CellSummary, Distribution, summarize
 from ..serving.results import Results, ResultsWriter
 from .plan import Cell, Plan, make_plan
@@ -46,6 +46,8 @@ def simulate(
     `finemoe-results`. Raises InputError for bad input, CapacityError when no cell fits the machine's memory,
     and Interrupted (a KeyboardInterrupt) on Ctrl-C, with the finished cells.
     """
+    if output is not None and not isinstance(output, str | Path):
+        raise SettingError(f"--output is {output!r}. Give the path of a directory.")
     settings = resolve({"trace": trace, **options}, config)
     return run_plan(make_plan(settings), None if output is None else Path(output), on_progress)
 
@@ -60,30 +62,34 @@ def run_plan(plan: Plan, output: Path | None = None, on_progress: OnProgress | N
     )
     toml = to_toml(plan.settings)
     runs = [_waiting(cell) for cell in plan.cells]
-    finished = 0
     try:
         writer.write_summary(_results(plan, runs), toml)
         for place, cell in enumerate(plan.cells):
             if cell.memory is None:
                 continue
             try:
-                runs[place], outcome = _run(plan, cell, on_progress)
+                summary, outcome = _run(plan, cell, on_progress)
             except CapacityError as error:
                 runs[place] = _not_run(cell, f"DOES NOT FIT: {error}")
                 continue
             writer.write_cell(cell.name, outcome.requests, outcome.iterations, outcome.decisions)
-            finished += 1
+            runs[place] = summary  # only now: what is called finished is on disk
             writer.write_summary(_results(plan, runs), toml)
-        if not finished:
+        if not any(run.ran for run in runs):
             raise CapacityError(runs[0].status.removeprefix("DOES NOT FIT: "))
         writer.write_summary(_results(plan, runs), toml)
         directory = writer.commit()
-    except BaseException as error:
-        if not finished:
+    except KeyboardInterrupt:
+        if not any(run.ran for run in runs):
             writer.discard()
-        if isinstance(error, KeyboardInterrupt):
-            kept = _results(plan, runs, writer.keep_partial()) if finished else None
-            raise Interrupted(kept) from None
+            raise Interrupted(None) from None
+        directory = writer.keep_partial(_results(plan, runs), toml)
+        raise Interrupted(_results(plan, runs, directory)) from None
+    except BaseException as error:
+        # What cannot be written is dropped, to give its space back; after any other failure the finished
+        # cells stay in DIR.partial.
+        if isinstance(error, SettingError) or not any(run.ran for run in runs):
+            writer.discard()
         raise
     return _results(plan, runs, directory)
 

@@ -18,6 +18,7 @@ import msgspec
 
 from ..errors import SettingError
 from ..policy.model_spec import EXPERT_DTYPES, ExpertDtype
+from ..traces.files import unreadable_kind
 
 T = TypeVar("T", bound="str | int | float | None")
 
@@ -58,6 +59,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     assumed: tuple[str, ...] = ()  # settings that nobody gave: their defaults are ASSUMED
 
     def __post_init__(self) -> None:
+        for name in _FILES:
+            problem = path_problem(getattr(self, name))
+            if problem:
+                raise _bad(name, repr(getattr(self, name)[:60]), problem)
         for name in ("policy", "expert_cache"):
             values = getattr(self, name)
             if not values or not all(values):
@@ -75,6 +80,9 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
                 raise _bad(name, value, f"Give a whole number of {least} or more.")
+            most = _MOST.get(name, _MAX_INTEGER)
+            if isinstance(value, int) and value > most:
+                raise _bad(name, value, f"Give a whole number of at most {most}.")
         for name in ("time_scale", "rate"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
@@ -109,6 +117,8 @@ _LEAST = {
     "store_capacity": 1,
     "decisions": 0,
 }
+_MAX_INTEGER = 2**31 - 1
+_MOST = {"store_capacity": 1_000_000, "prefetch_distance": 4096, "seed": 2**63 - 1}
 # Settings whose defaults say something about the world; the defaults of the others change nothing.
 _ASSUMABLE = (
     "model",
@@ -128,12 +138,28 @@ _ASSUMABLE = (
 )
 _FIELDS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(RunSettings)}
 _LISTS = ("policy", "expert_cache")
+_FILES = ("trace", "model", "hardware", "routing")  # names, or paths of files
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
 def flag(name: str) -> str:
     """The flag of a setting: `max_num_seqs` → `--max-num-seqs`."""
     return "--" + name.replace("_", "-")
+
+
+def path_problem(path: str) -> str | None:
+    """What makes a text no path, as a sentence, or None."""
+    if not path:
+        return "Give a name or a path."
+    if "\0" in path:
+        return "A path has no NUL character; correct it."
+    try:
+        parts = path.encode("utf-8").split(b"/")
+    except UnicodeEncodeError:
+        return "It is not UTF-8; rename the file."
+    if max(map(len, parts)) > 255 or len(path) > 4095:
+        return "That is too long for the name of a file; give a shorter path."
+    return None
 
 
 def _bad(name: str, value: object, remedy: str) -> SettingError:
@@ -151,6 +177,8 @@ def resolve(options: Mapping[str, object], config: str | Path | None = None) -> 
     What neither gives and is more than "off" is listed in `assumed`. Unknown names are refused with the
     nearest known one.
     """
+    if config is not None and not isinstance(config, str | Path):
+        raise SettingError(f"--config is {config!r}. Give the path of a TOML file.")
     given = _read(Path(config)) if config is not None else {}
     once_assumed = given.pop("assumed", None)
     chosen = {name: value for name, value in options.items() if value is not None}
@@ -163,7 +191,14 @@ def resolve(options: Mapping[str, object], config: str | Path | None = None) -> 
     if once_assumed is None:
         assumed = tuple(name for name in _ASSUMABLE if name not in given)
     else:  # a rerun of resolved settings: what was ASSUMED then is ASSUMED now, unless it is given
-        assumed = tuple(name for name in _convert("assumed", once_assumed, "") if name not in chosen)
+        once = _convert("assumed", once_assumed, f" in {config}")
+        for name in once:
+            if name not in _ASSUMABLE:
+                raise SettingError(
+                    f"assumed in {config} has {name!r}, which is no setting that can be ASSUMED."
+                    f"{_hint(name, _ASSUMABLE)} Leave it out."
+                )
+        assumed = tuple(name for name in once if name not in chosen)
     values = {name: _convert(name, value, where[name]) for name, value in given.items()}
     return RunSettings(**values, assumed=assumed)
 
@@ -191,11 +226,16 @@ def _toml(value: object) -> str:
 
 
 def _read(path: Path) -> dict[str, object]:
+    kind = unreadable_kind(path)
+    if kind is not None:
+        raise SettingError(f"--config {str(path)!r} is {kind}. Give a TOML file.")
     try:
         content = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise SettingError(f"--config {path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise SettingError(f"--config {path} is nested too deeply. Give a file of settings.") from None
+    except ValueError as error:  # not TOML, not UTF-8, or a number of thousands of digits
         raise SettingError(f"--config {path} is not TOML: {error}.") from error
     values: dict[str, object] = {}
     for key, value in content.items():
@@ -222,12 +262,12 @@ def _convert(name: str, value: object, where: str) -> Any:
         value = [part.strip() for part in value.split(",")]
     if name in ("num_requests", "decisions") and isinstance(value, str):
         text = "0" if name == "decisions" and value == "none" else value
-        value = int(text) if text.isdecimal() else text
+        value = int(text) if text.isascii() and text.isdecimal() and len(text) < 30 else text
     try:
         # A flag's value is a text; in TOML a number must be one.
         return msgspec.convert(value, _FIELDS[name], strict=bool(where))
     except msgspec.ValidationError as error:
-        raise SettingError(f"{flag(name)}{where} is {value!r}. Give {_wanted(name)}.") from error
+        raise SettingError(f"{flag(name)}{where} is {repr(value)[:60]}. Give {_wanted(name)}.") from error
 
 
 def _wanted(name: str) -> str:

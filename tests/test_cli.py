@@ -18,8 +18,8 @@ import pytest
 from finemoe.cli.simulate import simulate_command
 from finemoe.sim.settings import RunSettings
 
-SIM = "from finemoe.cli.simulate import main; main()"
-VERB = "from finemoe.cli.main import main; main()"
+SIM = "from finemoe.cli.entry import simulate_main; simulate_main()"
+VERB = "from finemoe.cli.entry import main; main()"
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
@@ -84,6 +84,20 @@ def test_the_flags_are_the_settings() -> None:
         (("--trace", "{trace}", "--hardware", "rtx3090", "--policy", "no-offload"), "dense weights"),
         (("--trace", "{trace}", "--output", "{folder}"), "trace.csv, which is not FineMoE's"),
         (("--trace", "{trace}", "--config", "{trace}"), "is not TOML"),
+        (("--trace", "{trace}", "--hardware", ""), "--hardware is ''"),
+        (("--trace", "{trace}", "--model", ""), "--model is ''"),
+        (("--trace", "{trace}", "--num-requests", "9" * 23), "--num-requests is 999"),
+        (("--trace", "{trace}", "--seed", "9" * 5000), "--seed is '999"),
+        (("--trace", "{trace}", "--expert-cache", "٢٤GB"), "--expert-cache '٢٤GB' is no size"),
+        (("--trace", "{trace}", "--time-scale", "1e308"), "--time-scale is 1e+308"),
+        (("--trace", "{trace}", "--output", ""), "--output is '.'"),
+        (("--trace", "{trace}", "--output", "/", "--dry-run"), "--output is '/'"),
+        (("--trace", "{trace}", "--output", "{trace}"), "a file of that name"),
+        (("--trace", "/dev/zero"), "this is a device"),
+        (("--trace", "{trace}", "--config", "/dev/zero"), "--config '/dev/zero' is a device"),
+        (("--trace", "{trace}", "--model", "/dev/zero"), "this is a device"),
+        (("--trace", "{trace}", "--hardware", "/dev/zero"), "this is a device"),
+        (("--trace", "{trace}", "--routing", "/dev/zero"), "this is a device"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(trace: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -306,7 +320,57 @@ def test_a_closed_pipe_is_no_traceback(trace: Path) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        assert "Traceback" not in process.stderr.read()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+@pytest.mark.parametrize("delay_s", [0.1, 0.15, 0.25, 0.4])
+def test_ctrl_c_during_imports_is_quiet(delay_s: float) -> None:
+    started = f"import sys; print(flush=True); {SIM}"
+    with subprocess.Popen(
+        command("--trace", "/dev/zero", code=started),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode in (130, 2)  # 2: it was faster
+    assert "Traceback" not in err
+    assert err.count("\n") <= 1
+
+
+def test_a_failing_system_call_is_one_line(trace: Path) -> None:
+    """A file-size limit stands in for a full disk."""
+    limit = "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
+    done = run(*small(trace, "--output", "out", "--quiet"), code=limit + SIM, cwd=trace.parent)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith("finemoe: error: --output: out cannot be written (")
+    assert done.stderr.count("\n") == 1
+    assert [path.name for path in trace.parent.iterdir()] == ["trace.csv"]
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        ("MemoryError('x')", "not enough memory (x). Take fewer"),
+        ("OSError(28, 'No space left on device')", "[Errno 28] No space left on device. Check"),
+    ],
+)
+def test_what_no_command_foresaw_is_one_line_too(raised: str, message: str) -> None:
+    code = (
+        "import typer; from finemoe.cli.shell import run; app = typer.Typer()\n"
+        f"@app.command()\ndef fail(): raise {raised}\nrun(app, 'x')"
+    )
+    done = run(code=code)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"finemoe: error: {message}")
+    assert done.stderr.count("\n") == 1
 
 
 def test_replay_is_identical_or_names_the_event(trace: Path) -> None:
@@ -342,3 +406,18 @@ def test_replay_without_a_log_is_bad_input(trace: Path) -> None:
         assert done.returncode == 2
         assert done.stderr.startswith("finemoe: error: ")
         assert done.stderr.count("\n") == 1
+
+
+def test_a_full_standard_output_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command("systems", "--json", code=VERB),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+            check=False,
+        )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("finemoe: error: [Errno 28] No space left on device")
+    assert done.stderr.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,13 @@ def test_text_part_of_a_multimodal_config_and_its_folder(tmp_path: Path) -> None
         ({"vocab_size": None}, ["vocab_size"]),
         ({"hidden_size": -4}, ["hidden_size is -4"]),
         ({"hidden_size": 64.5}, ["hidden_size is 64.5"]),
+        ({"num_hidden_layers": 10**30}, ["num_hidden_layers is 1000", "at most 4096"]),
+        ({"num_local_experts": 65_537}, ["num_local_experts is 65537", "at most 65536"]),
+        ({"num_hidden_layers": 4096, "num_local_experts": 4097}, ["4096 layers of 4097 experts"]),
+        ({"hidden_size": 2**31}, ["hidden_size is 2147483648", "at most 2147483647"]),
+        ({"model_type": []}, ["model_type is []", "a text is needed"]),
+        ({"layer_types": [["full_attention"]]}, ["layer_types is [["]),
+        ({"layer_types": 5}, ["layer_types is 5"]),
         ({"num_hidden_layers": True}, ["num_hidden_layers is True"]),
         ({"num_experts_per_tok": 9}, ["9 experts per token of 8"]),
         ({"num_attention_heads": 5}, ["no head_dim", "64 is no multiple of 5"]),
@@ -272,13 +280,25 @@ def test_refused_configs_name_file_and_keys(
 
 
 @pytest.mark.parametrize(
-    ("content", "word"), [(b"{", "not JSON"), (b"[1]", "not an object"), (b"\xff\xfe", "JSON")]
+    ("content", "word"),
+    [
+        (b"{", "not JSON"),
+        (b"[1]", "not an object"),
+        (b"\xff\xfe", "JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
 )
 def test_unreadable_configs(tmp_path: Path, content: bytes, word: str) -> None:
     path = tmp_path / "model.json"
     path.write_bytes(content)
     with pytest.raises(SettingError, match=word):
         load_model_spec(path)
+
+
+def test_a_pipe_is_no_config(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.json")
+    with pytest.raises(SettingError, match=r"model\.json: this is a named pipe"):
+        load_model_spec(tmp_path / "model.json")
 
 
 def test_missing_file_and_unknown_names() -> None:

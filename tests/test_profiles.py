@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from finemoe.calibration.profile import (
     EVIDENCE,
+    MAX_DEVICES,
     PROFILE_FOLDER,
     Figure,
     _base_value,
@@ -96,6 +98,7 @@ LINK = '[link_bandwidth]\nvalue = 23.9\nunit = "GB/s"'
         (LINK, LINK.replace("23.9", '"fast"'), ["link_bandwidth"]),
         (LINK, LINK.replace("value = 23.9\n", ""), ["link_bandwidth", "value"]),
         ("[devices]\nvalue = 6", "[devices]\nvalue = 2.5", ["devices.value is 2.5", "whole number"]),
+        ("[devices]\nvalue = 6", "[devices]\nvalue = 59", ["devices.value is 59", "at most 58"]),
         ("[copy_slowdown]\nvalue = 1.028", "[copy_slowdown]\nvalue = 0.9", ["copy_slowdown", "at least 1"]),
         ("[memory_efficiency]\nvalue = 0.896", "[memory_efficiency]\nvalue = 1.2", ["at most 1"]),
         ("[memory_reserve_bytes]\nvalue = 2", "[memory_reserve_bytes]\nvalue = 24", ["leaves nothing"]),
@@ -162,3 +165,22 @@ def test_the_documentation_shows_these_figures() -> None:
             value, unit, label, _ = evidence.get(key, (0, "", "", ""))
             cells.append(f"{value:g} {'' if unit == '1' else unit + ' '}{label[0]}" if label else "–")
         assert f"| `{key}` | {' | '.join(cells)} |" in page
+
+
+def test_the_most_devices_are_the_core_s(tmp_path: Path) -> None:
+    header = (Path(__file__).resolve().parents[1] / "csrc" / "types.hpp").read_text()
+    assert f"kMaxDevices = {MAX_DEVICES};" in header
+    path = changed(tmp_path, "[devices]\nvalue = 6", f"[devices]\nvalue = {MAX_DEVICES}")
+    assert load_profile(path).devices == MAX_DEVICES
+
+
+def test_what_is_no_profile_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SettingError, match=r"pipe: this is a named pipe"):
+        load_profile(tmp_path / "pipe")
+    (tmp_path / "deep.toml").write_text("name = " + "[" * 100_000)
+    with pytest.raises(SettingError, match=r"deep\.toml: (nested too deeply|not TOML)"):
+        load_profile(tmp_path / "deep.toml")
+    for name in ("", "x" * 300):
+        with pytest.raises(SettingError, match=f"--hardware '{name}' is unknown"):
+            load_profile(name)

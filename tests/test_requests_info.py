@@ -125,7 +125,7 @@ def test_convert_sorts_and_keeps_the_label(tmp_path: Path) -> None:
 
 def test_convert_is_deterministic_and_replaces(tmp_path: Path) -> None:
     (tmp_path / "in").write_text(HEADER + "3,1,1\n4,2,2\n")
-    (tmp_path / "b.parquet").write_text("an older file")
+    (tmp_path / "b.parquet").write_text("PAR1, an older file")
     convert_requests(tmp_path / "in", tmp_path / "a.parquet")
     convert_requests(tmp_path / "in", tmp_path / "b.parquet")
     assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
@@ -134,10 +134,10 @@ def test_convert_is_deterministic_and_replaces(tmp_path: Path) -> None:
 def test_a_failed_conversion_leaves_the_old_file_alone(tmp_path: Path) -> None:
     # The bad row comes after the first part is written.
     (tmp_path / "in").write_text(HEADER + "3,1,1\n" * 200_000 + "4,0,2\n")
-    (tmp_path / "out.parquet").write_text("an older file")
+    (tmp_path / "out.parquet").write_text("PAR1, an older file")
     with pytest.raises(TraceError, match=r"/in: row 200001, column num_prefill_tokens: zero tokens"):
         convert_requests(tmp_path / "in", tmp_path / "out.parquet")
-    assert (tmp_path / "out.parquet").read_text() == "an older file"
+    assert (tmp_path / "out.parquet").read_text() == "PAR1, an older file"
     assert sorted(os.listdir(tmp_path)) == ["in", "out.parquet"]
 
 

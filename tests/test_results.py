@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from finemoe.errors import SettingError
 from finemoe.serving.logs import IterationLog, RequestLog
 from finemoe.serving.metrics import CellSummary
-from finemoe.serving.results import Results, ResultsWriter, cell_name
+from finemoe.serving.results import Results, ResultsWriter, cell_name, check_output
 
 EVIDENCE = {"figures": "SIMULATED", "trace": "SYNTHETIC"}
 CELLS = (("lru", "24GB"), ("lfu", "0.25"))
@@ -115,9 +116,10 @@ os._exit(9)
 
 def test_an_interrupted_run_does_not_replace_older_results(tmp_path: Path) -> None:
     partial = ("OK", "NOT RUN: interrupted")
-    assert write(tmp_path / "new", partial).keep_partial() == tmp_path / "new"
+    keep = (results(partial), "seed = 0\n")
+    assert write(tmp_path / "new", partial).keep_partial(*keep) == tmp_path / "new"
     old = files(write(tmp_path / "out", ("OK", "OK")).commit())
-    assert write(tmp_path / "out", partial).keep_partial() == tmp_path / "out.partial"
+    assert write(tmp_path / "out", partial).keep_partial(*keep) == tmp_path / "out.partial"
     assert files(tmp_path / "out") == old
 
 
@@ -183,3 +185,116 @@ def test_json_has_no_nan() -> None:
     broken = msgspec.structs.replace(results(("OK",)).runs[0], simulated_s=float("nan"))
     text = Results(runs=(broken,), config={}, trace={}, evidence={}, version="1").to_json()
     assert json.loads(text)["runs"][0]["simulated_s"] is None
+
+
+def test_a_half_written_cell_is_not_kept(tmp_path: Path) -> None:
+    """Ctrl-C while the second cell is written, and just after, when its run is not yet noted."""
+    for name, folder in (("during", "lfu-0.25.part"), ("after", "lfu-0.25")):
+        writer = write(tmp_path / name, ("OK", "NOT RUN: interrupted"))
+        half = tmp_path / f"{name}.partial" / folder
+        half.mkdir()
+        (half / "requests.parquet").write_bytes(b"PAR1")
+        kept = writer.keep_partial(results(("OK", "NOT RUN: interrupted")), "seed = 0\n")
+        assert [path.name for path in kept.iterdir() if path.is_dir()] == ["lru-24GB"]
+
+
+def test_ctrl_c_after_the_last_rename_finds_all_in_place(tmp_path: Path) -> None:
+    writer = write(tmp_path / "out", ("OK", "OK"))
+    writer.commit()
+    before = files(tmp_path / "out")
+    assert writer.keep_partial(results(("OK", "OK")), "") == tmp_path / "out"
+    assert files(tmp_path / "out") == before
+
+
+def test_a_killed_write_is_swept_up(tmp_path: Path) -> None:
+    write(tmp_path / "out", ("OK", "NOT RUN: interrupted"))
+    half = tmp_path / "out.partial" / "lfu-0.25.part"
+    half.mkdir()
+    (half / "requests.parquet").write_bytes(b"PAR1")
+    write(tmp_path / "out", ("OK", "OK")).commit()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("target", ["elsewhere", "absent", "out"])
+@pytest.mark.parametrize("place", ["out", "out.partial", "out.old"])
+def test_a_link_is_not_followed(tmp_path: Path, target: str, place: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / place).symlink_to(target)  # also to nothing, and to itself
+    with pytest.raises(SettingError, match=rf"--output: .*/{place} is a link\. Give the directory itself"):
+        ResultsWriter.replacing(tmp_path / "out", ("lru-24GB",), EVIDENCE)
+    assert (tmp_path / place).is_symlink()
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", "..", "a/..", "a\0b"])
+def test_no_name_to_replace(name: str) -> None:
+    with pytest.raises(SettingError, match=r"--output is '.*', which is not the name of a directory"):
+        check_output(Path(name))
+
+
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"cannot be written \(File name too long\)"):
+        check_output(tmp_path / ("n" * 250))
+
+
+@pytest.mark.parametrize("name", ["config.resolved.toml", "lru-24GB", "lru-24GB/requests.parquet"])
+@pytest.mark.parametrize("kind", ["directory", "link", "other"])
+def test_ours_by_name_only_is_foreign(tmp_path: Path, name: str, kind: str) -> None:
+    place = write(tmp_path / "out", ("OK", "OK")).commit() / name
+    place.rename(tmp_path / "moved")
+    if kind == "link":
+        place.symlink_to(tmp_path / "moved")
+    elif kind == "directory" and "." in name.rpartition("/")[2]:
+        place.mkdir()
+    else:
+        os.mkfifo(place)
+    with pytest.raises(SettingError, match=f"holds {name}, which is not FineMoE's"):
+        check_output(tmp_path / "out")
+
+
+def test_a_pipe_named_summary_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    os.mkfifo(tmp_path / "out" / "summary.json")
+    with pytest.raises(SettingError, match=r"holds summary\.json"):
+        check_output(tmp_path / "out")
+
+
+def test_a_vanished_folder_is_one_error_and_the_other_run_s_is_left(tmp_path: Path) -> None:
+    """Two runs with one --output: the second takes the first one's DIR.partial for a killed run's."""
+    first = write(tmp_path / "out", ("OK", "NOT RUN: interrupted"))
+    second = write(tmp_path / "out", ("OK", "OK"))
+    before = files(tmp_path)
+    for action in (
+        lambda: first.write_cell("lfu-0.25", *logs(), None),
+        lambda: first.write_summary(results(("OK",)), ""),
+        first.commit,
+    ):
+        with pytest.raises(SettingError, match=r"out\.partial was taken over by another run"):
+            action()
+    first.discard()
+    assert files(tmp_path) == before
+    second.commit()
+    with pytest.raises(SettingError, match="taken over"):
+        first.write_cell("lfu-0.25", *logs(), None)
+
+
+def test_what_the_system_refuses_to_write_is_one_error(tmp_path: Path) -> None:
+    """A file-size limit stands in for a full disk: the same OSError, out of pyarrow."""
+    probe = f"""
+import resource, signal, sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from finemoe.errors import SettingError
+from test_results import EVIDENCE, ResultsWriter, logs
+writer = ResultsWriter.replacing(Path({str(tmp_path / "out")!r}), ("lru-24GB",), EVIDENCE)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+try:
+    writer.write_cell("lru-24GB", *logs(), None)
+except SettingError as error:
+    writer.discard()
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", probe], check=True, capture_output=True, text=True)
+    assert done.stdout.startswith("--output: ")
+    assert "out cannot be written (" in done.stdout
+    assert list(tmp_path.iterdir()) == []

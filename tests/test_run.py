@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from finemoe import simulate
 from finemoe.errors import CapacityError, SettingError
-from finemoe.sim.plan import Cell, Plan, make_plan
+from finemoe.policy.systems import find_system
+from finemoe.sim.plan import Cell, Plan, _cells, make_plan
 from finemoe.sim.run import Interrupted, OnProgress
 from finemoe.sim.settings import resolve
 from finemoe.sim.world import Progress
@@ -48,6 +49,37 @@ def test_a_preloaded_system_runs_once(trace: Path) -> None:
     cells = plan(trace, policy="lru,no-offload", expert_cache="0.25,0.5").cells
     assert [cell.name for cell in cells] == ["lru-0.25", "lru-0.5", "no-offload-all"]
     assert [cell.memory.slots for cell in cells if cell.memory] == [192, 384, 768]
+
+
+def test_two_cells_never_share_a_folder(trace: Path) -> None:
+    made = plan(trace, expert_cache=["24 GB", "24GB"])
+    assert [cell.name for cell in made.cells] == ["finemoe-24_GB", "finemoe-24GB"]
+    same = {"24 GB": 24 * 10**9, "24_GB": 24 * 10**9}  # should sizes ever be written so
+    with pytest.raises(SettingError, match=r"'24 GB' and '24_GB' would both be kept in the folder lru-24_GB"):
+        _cells([find_system("lru")], same, made.model, made.profile, made.settings, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"time_scale": 1e308},
+            r"--time-scale is 1e\+308: request 19 .* would arrive at .* Give a smaller one",
+        ),
+        ({"time_scale": 1e9}, r"request 19 of .* would arrive at 9\.5e\+09 s; at most 1e\+09 s"),
+        ({"rate": 1e-300}, r"--rate is 1e-300: request 19 .* Give a greater one"),
+        ({"rate": 5e-324}, r"--rate is .* would arrive at inf s"),
+    ],
+)
+def test_arrivals_beyond_the_clock_are_refused(trace: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        plan(trace, **options)
+    assert plan(trace, time_scale=1e8).requests[-1].arrival_s == 9.5e8
+
+
+def test_an_output_that_is_no_path_is_refused(trace: Path) -> None:
+    with pytest.raises(SettingError, match=r"--output is 5\. Give the path"):
+        simulate(trace, output=5)  # type: ignore[arg-type]
 
 
 def test_all_systems_are_in_order_of_the_table(trace: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -63,6 +64,23 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
         ({"backend": "cuda"}, r"--backend is cuda\. That backend is not built yet"),
         ({"backend": "gpu"}, r"--backend is gpu\. Choose sim"),
         ({"frequency": "runs"}, r"--frequency is runs\. Choose run or residency\. Did you mean run\?"),
+        ({"seed": "9" * 23}, r"--seed is 9{23}\. Give a whole number of at most 9223372036854775807"),
+        ({"max_num_seqs": "9" * 5000}, r"--max-num-seqs is '9{59}\. Give a whole number"),
+        (
+            {"num_requests": 2**31},
+            r"--num-requests is 2147483648\. Give a whole number of at most 2147483647",
+        ),
+        ({"num_requests": "٣"}, r"--num-requests is '٣'\. Give a whole number or all"),
+        ({"decisions": "9" * 23}, r"--decisions is 9{23}"),
+        ({"token_budget": 2**31}, r"--token-budget is 2147483648"),
+        ({"store_capacity": 1_000_001}, r"--store-capacity is 1000001\. .* at most 1000000\."),
+        ({"prefetch_distance": 4097}, r"--prefetch-distance is 4097\. .* at most 4096\."),
+        ({"model": ""}, r"--model is ''\. Give a name or a path"),
+        ({"hardware": ""}, r"--hardware is ''\. Give a name or a path"),
+        ({"trace": "a\0b"}, r"--trace is 'a\\x00b'\. A path has no NUL character"),
+        ({"routing": "x" * 256}, r"--routing is 'x{60}'\. That is too long"),
+        ({"trace": "x/" * 2048}, r"--trace is '.*'\. That is too long"),
+        ({"trace": "\udcff"}, r"--trace is '\\udcff'\. It is not UTF-8"),
         ({"frequency_decay": 1.5}, r"--frequency-decay is 1\.5"),
     ],
 )
@@ -81,13 +99,25 @@ def test_bad_values_name_option_value_and_remedy(options: dict[str, object], mes
         ("seed = 1\nseed = 2", r"is not TOML"),
         ("max-num-seqs = 1\nmax_num_seqs = 2", r"stands twice"),
         ("trace = 'a\x00'", r"is not TOML"),
+        ('trace = "a\\u0000"', r"--trace is .* NUL"),
+        ("seed = " + "9" * 5000, r"is not TOML"),
+        ("seed = " + "[" * 100_000, r"run\.toml is (nested too deeply|not TOML)"),
+        ('assumed = ["nope"]', r"assumed in .*run\.toml has 'nope', which is no setting"),
+        ('assumed = ["modl"]', r"'modl'.* Did you mean model\?"),
+        ("assumed = 3", r"--assumed in .*run\.toml is 3"),
     ],
 )
 def test_bad_files_name_the_file(tmp_path: Path, text: str, message: str) -> None:
     config = tmp_path / "run.toml"
     config.write_text(text)
     with pytest.raises(SettingError, match=message):
-        resolve({"trace": "a.csv"}, config)
+        resolve({} if "trace" in text else {"trace": "a.csv"}, config)
+
+
+def test_a_pipe_is_no_settings_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SettingError, match=r"--config '.*pipe' is a named pipe"):
+        resolve({}, tmp_path / "pipe")
 
 
 def test_a_missing_or_binary_file_is_named(tmp_path: Path) -> None:
@@ -110,7 +140,7 @@ def test_none_and_all_decisions() -> None:
     assert resolve({"trace": "a", "decisions": "50"}).decisions == 50
 
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20)
 
 
 @given(

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import SettingError, TraceError
+from .files import check_replaceable, unreadable_kind
 from .routing import RequestRouting, RoutingMeta
 from .routing_check import ROW_SUM_TOLERANCE
 from .routing_file import write_routing
@@ -49,6 +50,7 @@ def import_chosen_experts(
     that cannot be used and `SettingError` for a model that is not known well enough.
     """
     path = Path(npz_path)
+    check_replaceable(Path(out_parquet))  # before the arrays are read
     ids, probabilities, offsets = _load(path)
     _, layers, top_k = ids.shape
     model, experts, expert_bytes = _model(path, ids, model, experts, expert_bytes)
@@ -73,6 +75,9 @@ def import_chosen_experts(
 
 
 def _load(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.int64]]:
+    kind = unreadable_kind(path)
+    if kind is not None:
+        raise TraceError(path, f"this is {kind}.", remedy="Name a regular npz file.")
     try:
         with path.open("rb") as stream:  # np.load would leave a broken archive open
             archive = np.load(stream, allow_pickle=False)

@@ -23,6 +23,7 @@ import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
 from ..errors import TraceError
+from .files import unreadable_kind
 
 EVIDENCE_KEY = b"finemoe.evidence"
 SYNTHETIC = "SYNTHETIC"
@@ -45,6 +46,9 @@ class Layout:
 
 def inspect(path: Path) -> Layout:
     """Recognise the container and read the column names. Raises TraceError if it is no trace."""
+    kind = unreadable_kind(path)
+    if kind is not None:
+        raise TraceError(path, f"this is {kind}.", remedy="Write its content to a regular file first.")
     with _readable(path), path.open("rb") as file:
         if file.read(len(_PARQUET)) == _PARQUET:
             return _inspect_parquet(path)

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import TraceError
+from .files import check_replaceable, partial_of, unwritable
 from .request_cells import Int64s
 from .request_files import EVIDENCE_KEY, SYNTHETIC
 from .request_formats import AZURE, SECOND
@@ -77,18 +78,17 @@ def convert_requests(src: str | Path, dst_parquet: str | Path, *, sort: bool = F
     `TIMESTAMP` is timestamp[ns] (counted from 1970 where the source has no dates), `ContextTokens` and
     `GeneratedTokens` are int64; other columns are dropped; the SYNTHETIC label is kept. `dst_parquet` is
     replaced in one step when all is written: on any failure it stays as it was. Raises TraceError for a bad
-    source or destination.
+    source, and for a destination that exists and is not a Parquet file.
     """
     trace = open_requests(src, sort=sort)
     dst = Path(dst_parquet)
-    if dst.exists() and dst.samefile(trace.path):
-        raise TraceError(dst, "source and destination are the same file.", remedy="Choose another name.")
-    if dst.is_dir():
-        raise TraceError(dst, "the destination is a directory.", remedy="Name a file in it.")
+    with suppress(OSError):  # absent, or a name that check_replaceable refuses
+        if dst.samefile(trace.path):
+            raise TraceError(dst, "source and destination are the same file.", remedy="Choose another name.")
+    check_replaceable(dst)
     summary = _Summary()
     metadata = {EVIDENCE_KEY: SYNTHETIC.encode()} if trace.synthetic else {}
-    # Beside the destination, so that os.replace stays within one file system.
-    partial = dst.with_name(f".{dst.name}.{os.getpid()}.partial")
+    partial = partial_of(dst)
     try:
         with partial.open("xb") as file, pq.ParquetWriter(file, parquet_schema(metadata)) as writer:
             for batch in trace.batches(rows=65_536):
@@ -97,9 +97,7 @@ def convert_requests(src: str | Path, dst_parquet: str | Path, *, sort: bool = F
         info = summary.result(trace)
         os.replace(partial, dst)
     except OSError as error:
-        raise TraceError(
-            dst, f"cannot be written ({error}).", remedy="Check the folder and its free space."
-        ) from error
+        raise unwritable(dst, error) from error
     finally:
         with suppress(OSError):  # the usual case: it was moved, or could not be created
             partial.unlink()

@@ -25,6 +25,9 @@ from .request_cells import MAX_TOKENS, Fault, Int64s, read_counts, read_ticks, s
 from .request_files import Layout, inspect, read_cells
 from .request_formats import SECOND, RequestFormat, recognise
 
+MAX_SPAN_S = 1e9
+"""The last arrival, in seconds: a double still holds it to 0.1 µs."""
+
 
 class Request(msgspec.Struct, frozen=True):
     """One request. `index` is its place in the whole trace (0-based, after sorting)."""
@@ -150,7 +153,8 @@ def select_requests(
     that mean rate in requests per second, (n − 1) / span: the trace keeps its bursts, and nothing is drawn
     at random. It costs a first pass over the selected requests. `prompt_tokens` and `output_tokens` replace
     the length of every request.
-    Raises SettingError for a value out of range and for `rate` together with `time_scale`.
+    Raises SettingError for a value out of range, for a last arrival beyond MAX_SPAN_S, and for `rate`
+    together with `time_scale`.
     """
     _at_least("num_requests", num_requests, 1)
     _at_least("start", start, 0)
@@ -178,7 +182,16 @@ def _select(
     origin: int | None = None
     for batch in _window(trace, num_requests, start):
         origin = int(batch.ticks[0]) if origin is None else origin
-        arrivals = (_seconds(batch.ticks, origin) * scale).tolist()
+        seconds = _seconds(batch.ticks, origin)
+        last_s = float(seconds[-1]) * scale
+        if not last_s <= MAX_SPAN_S:  # true for NaN too
+            given = f"--time-scale is {time_scale:g}" if rate is None else f"--rate is {rate:g}"
+            wanted = "smaller" if rate is None else "greater"
+            raise SettingError(
+                f"{given}: request {index + len(batch) - 1} of {trace.path} would arrive at {last_s:g} s; "
+                f"at most {MAX_SPAN_S:g} s are possible. Give a {wanted} one."
+            )
+        arrivals = (seconds * scale).tolist()
         for arrival_s, prompt, output in zip(
             arrivals, batch.prompt_tokens.tolist(), batch.output_tokens.tolist(), strict=True
         ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import TraceError
+from .files import check_replaceable, partial_of, unreadable_kind, unwritable
 from .routing import RequestRouting, RoutingMeta, arrange
 from .routing_check import check_routing
 from .routing_parquet import columns_of, meta_of, request_of, request_starts, schema_of, table_of
@@ -22,16 +24,21 @@ def write_routing(path: str | Path, meta: RoutingMeta, requests: Iterable[Reques
     """Write a routing trace and return its number of requests, numbered in the order they come.
 
     One request is in memory at a time and is one row group. The file appears under its name only when it is
-    complete. Raises `TraceError` for a request that breaks a rule of the format, and for no request at all.
+    complete. Raises `TraceError` for a request that breaks a rule of the format, for no request at all, and
+    for a `path` that exists and is not a Parquet file.
     """
     path = Path(path)
-    partial = path.with_name(path.name + ".partial")
+    check_replaceable(path)
+    partial = partial_of(path)
     schema = schema_of(meta)
     count = 0
     try:
-        with pq.ParquetWriter(
-            partial, schema, compression="zstd", use_dictionary=False, write_page_checksum=True
-        ) as writer:
+        with (
+            partial.open("xb") as file,
+            pq.ParquetWriter(
+                file, schema, compression="zstd", use_dictionary=False, write_page_checksum=True
+            ) as writer,
+        ):
             for routing in requests:
                 for distance in meta.speculation:
                     if distance not in routing.speculation:
@@ -42,9 +49,11 @@ def write_routing(path: str | Path, meta: RoutingMeta, requests: Iterable[Reques
         if count == 0:
             raise TraceError(path, "no requests to write.", remedy="Give at least one request.")
         os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        raise unwritable(path, error) from error
+    finally:
+        with suppress(OSError):  # the usual case: it was moved, or could not be created
+            partial.unlink()
     return count
 
 
@@ -60,6 +69,9 @@ class RoutingFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        kind = unreadable_kind(self.path)
+        if kind is not None:
+            raise TraceError(self.path, f"this is {kind}.", remedy="Name a regular Parquet file.")
         try:
             self._file = pq.ParquetFile(self.path, memory_map=True, page_checksum_verification=True)
             self.meta = meta_of(self._file.schema_arrow, self.path)
