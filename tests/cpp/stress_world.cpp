@@ -299,9 +299,7 @@ void World::finish() {
     check(counted.demand_bytes == moved.demand_bytes && counted.prefetch_bytes == moved.prefetch_bytes,
           "bytes counted and moved differ");
     const std::int64_t judged = counted.useful_bytes + counted.wasted_bytes + counted.unused_bytes;
-    check(judged == counted.prefetch_bytes || scenario_.failure_rate > 0.0 ||
-              scenario_.config.preempt_scope == PreemptScope::all,
-          "prefetched bytes are not all useful, wasted or unused");
+    check(judged == counted.prefetch_bytes, "prefetched bytes are not all useful, wasted or unused");
     for (int g = 0; g < scenario_.config.devices; ++g) {
         std::vector<ExpertId> held;
         for (const Slot& slot : copiers_[static_cast<std::size_t>(g)].slots) {
