@@ -29,8 +29,6 @@ _CONTEXT_ROWS = 6
 _SHOWN = ("sub_kind", *NUMBERS)
 #: What the binding raises for values that no event can have.
 _UNFIT = (TypeError, ValueError, RuntimeError, OverflowError, IndexError, MemoryError)
-#: More than any model has, and 2 GB for the core's notes of them: options beyond are not worth trying.
-_MOST_EXPERTS = 1 << 24
 #: Options of 64 bits; the other whole numbers have 32.
 _WIDE_OPTIONS = ("expert_bytes", "embedding_work")
 
@@ -144,10 +142,7 @@ def _fresh_core(path: Path, options: dict[str, Any]) -> Core:
     if unknown:
         raise refuse(f"{unknown[0]} is no option of the core.")
     try:
-        config = make_config(options)
-        if config.layers * config.experts > _MOST_EXPERTS:
-            raise refuse(f"{config.layers} layers of {config.experts} experts are more than any model has.")
-        return Core(config, -1)
+        return Core(make_config(options), -1)
     except CoreError as error:
         raise refuse(f"its core options are not valid ({error}).") from None
     except _UNFIT as error:
@@ -206,6 +201,13 @@ class _Rows:
     def items(self, name: str, index: int) -> Any:
         offsets, values = self.list_parts(name)
         return values[offsets[index] : offsets[index + 1]]
+
+    def gate_rows(self, index: int) -> Any:
+        """The row's `values` as gate rows [B, J]; CoreError where they are none."""
+        values = self.items("values", index)
+        if len(values) % self.experts:
+            raise CoreError(f"{len(values)} values are no rows of {self.experts} probabilities")
+        return values.reshape(-1, self.experts)
 
     def describe(self, index: int) -> str:
         """One line: sequence, kind, and the fields that are set."""
@@ -274,7 +276,7 @@ def _begin_iteration(rows: _Rows, core: Core, i: int, time_s: float) -> None:
 
 def _gate(rows: _Rows, core: Core, i: int, time_s: float) -> None:
     experts, counts = rows.items("experts", i).tolist(), rows.items("token_counts", i).tolist()
-    core.gate(int(rows.column("layer")[i]), rows.items("values", i), experts, counts, time_s)
+    core.gate(int(rows.column("layer")[i]), rows.gate_rows(i), experts, counts, time_s)
 
 
 def _foresight(rows: _Rows, core: Core, i: int, time_s: float) -> None:
@@ -288,7 +290,7 @@ _FEEDERS: dict[str, Callable[[_Rows, Core, int, float], object]] = {
     "begin_iteration": _begin_iteration,
     "gate": _gate,
     "speculation": lambda rows, core, i, t: core.speculation(
-        int(rows.column("layer")[i]), int(rows.column("target")[i]), rows.items("values", i), t
+        int(rows.column("layer")[i]), int(rows.column("target")[i]), rows.gate_rows(i), t
     ),
     "search_done": lambda rows, core, i, t: core.search_done(int(rows.column("ticket")[i]), t),
     "loaded": lambda rows, core, i, t: core.loaded(int(rows.column("expert")[i]), t),

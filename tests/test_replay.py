@@ -274,6 +274,9 @@ def test_values_that_no_event_can_have_are_rejected_at_their_row(tmp_path: Path)
     assert (report.divergence.sequence, report.divergence.iteration) == (row, 0)
     assert report.divergence.replayed == "rejected: 2 requests, 1 tokens and 1 phases"
     row = first_row(table, "gate")
+    report = replayed(with_value(table, "values", row, lambda values: [*values, 0.5]), tmp_path)
+    assert report.divergence is not None
+    assert report.divergence.replayed == "rejected: 7 values are no rows of 6 probabilities"
     report = replayed(with_value(table, "layer", row, always(7)), tmp_path)
     assert report.divergence is not None
     assert report.divergence.sequence == row
@@ -304,8 +307,8 @@ def test_altered_options(system: str, tmp_path: Path) -> None:
         ({"layers": 1.5}, "layers is 1.5, which is not of type int"),
         ({"layers": 2**40}, "layers is 1099511627776, beyond 32 bits"),
         ({"expert_bytes": 2**63}, "expert_bytes is 9223372036854775808, beyond 64 bits"),
-        ({"layers": 4096, "experts": 65536}, "4096 layers of 65536 experts are more than any model has"),
-        ({"store_capacity": 2**31 - 1, "experts": 65536}, "no core can be built with these options"),
+        ({"layers": 4096, "experts": 65536}, "more than 4096 layers, 65536 experts or 2^24 experts in all"),
+        ({"store_capacity": 2**31 - 1}, "store_capacity must lie between 1 and 1,000,000"),
         ({"semantic": 1}, "semantic is 1, which is not of type bool"),
         ({"frequency_decay": math.nan}, "frequency_decay must lie in"),
         ({"eviction": "fifo"}, "eviction: unknown value fifo"),
