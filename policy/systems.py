@@ -69,13 +69,13 @@ _ROWS = (
     System(
         name="no-offload",
         description="all experts resident; an error if they do not fit",
-        source="upper bound",
+        source="lower bound of every time",
         preloaded=True,
     ),
     System(
         name="oracle",
         description="knows the remaining routing of running requests: prefetch in order of need, Belady",
-        source="upper bound; Belady 1966",
+        source="lower bound of what a policy can reach; Belady 1966",
         predictor="oracle",
         eviction="belady",
         compute_order="as_ready",

@@ -146,6 +146,8 @@ def _run(plan: Plan, cell: Cell, on_progress: OnProgress | None) -> tuple[CellSu
 def _notes(plan: Plan, cell: Cell, outcome: CellOutcome) -> tuple[str, ...]:
     """What the world, the memory split and the routing have to say of a run, each once."""
     notes = [*outcome.notes, *(cell.memory.warnings if cell.memory else ()), *plan.routing.remarks()]
+    if plan.routing.meta.prefill == "derived":
+        notes.append("TTFT: DERIVED (prefill routing aggregated from the first decode iterations)")
     return tuple(dict.fromkeys(notes))
 
 

@@ -247,7 +247,7 @@ def test_recorded_routing_says_what_was_continued_and_scaled(
     ).runs[0]
     assert "semantic: INACTIVE (the routing has no embeddings)" in run.notes
     assert any("4 requests are longer than their recording" in note for note in run.notes)
-    assert any("4 recorded prefills scaled" in note for note in run.notes)
+    assert any("4 prefills of the routing trace scaled" in note for note in run.notes)
     assert (run.ttft_s.mean is None) == (prefill == "none")
     assert any("TTFT: undefined" in note for note in run.notes) == (prefill == "none")
     assert run.tpot_s.mean is not None

@@ -117,7 +117,8 @@ class RoutingFile:
             )
         if self._rescaled:
             remarks.append(
-                f"routing: {self.rescaled_prefills} recorded prefills scaled to the trace's prompts"
+            count = self.rescaled_prefills
+            remarks.append(f"routing: {count} prefills of the routing trace scaled to the requests' prompts")
             )
         return tuple(remarks)
 
