@@ -116,10 +116,8 @@ class RoutingFile:
                 f"{self.continued_iterations} decode iterations repeat earlier ones"
             )
         if self._rescaled:
-            remarks.append(
             count = self.rescaled_prefills
             remarks.append(f"routing: {count} prefills of the routing trace scaled to the requests' prompts")
-            )
         return tuple(remarks)
 
     def recorded(self, request: int, speculation: tuple[int, ...] = ()) -> RequestRouting:
