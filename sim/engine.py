@@ -65,7 +65,9 @@ class Engine:
         self.foresight = Foresight(core, feed, model.layers) if system.predictor == "oracle" else None
         self.log = IterationLog()
         self.compute_s = 0.0
-        self._stall_s = 0.0
+        self._stall_s = self._computed_s = 0.0  # of the iteration
+        self._link_busy_s = 0.0  # of all links, until the end of the last iteration
+        self._ended_s = 0.0
         self._timer = Timer(env, ENGINE)
         # While the forward pass waits for loads: the mask bits that end the wait, when it began, and the
         # computation that follows it.
@@ -89,11 +91,16 @@ class Engine:
             self._stall_s += self._env.now - self._stalled_s
             self._timer.fire(self._compute_s(self._then_s))
 
+    def link_busy_until(self, now_s: float) -> float:
+        """Busy seconds of all links together, copies in flight included."""
+        return sum(link.busy_until(now_s) for link in self.links)
+
     def iterate(self, step: Step) -> Process:
         """One step of the scheduler, all layers."""
         env, core, feed = self._env, self._core, self._feed
-        start_s, compute_before_s = env.now, self.compute_s
-        self._stall_s = 0.0
+        start_s = env.now
+        link_busy_s = self._link_busy_s if start_s == self._ended_s else self.link_busy_until(start_s)
+        self._stall_s = self._computed_s = 0.0
         tokens, context, pairs = _sizes(step)
         states = step.requests
         feed.select(
@@ -114,7 +121,7 @@ class Engine:
             self.deliver(mask)
         for layer in range(self._layers):
             layer_s = slow_attention_s if first_link.busy else attention_s
-            self.compute_s += layer_s
+            self._computed_s += layer_s
             yield start(layer_s)
             mask = feed.gate(core, layer, env.now)
             if mask & OUTBOXES:
@@ -129,18 +136,18 @@ class Engine:
             mask = core.computed_chunk(env.now)
             if mask & OUTBOXES:
                 self.deliver(mask)
-        self.compute_s += overhead_s
+        self._computed_s += overhead_s
         yield start(overhead_s)
         mask = core.end_iteration(env.now)
         if mask & OUTBOXES:
             self.deliver(mask)
-        self._note(step, start_s, tokens, self.compute_s - compute_before_s)
+        self._note(step, start_s, tokens, link_busy_s)
 
     def _compute_s(self, seconds: float) -> float:
         """Expert computation that starts now takes this long: it is slower while any copy runs."""
         if self._copies.in_flight:
             seconds *= self._slowdown
-        self.compute_s += seconds
+        self._computed_s += seconds
         return seconds
 
     def _stall(self, wakes: int, then_s: float) -> Timer:
@@ -170,14 +177,17 @@ class Engine:
             if mask & OUTBOXES:
                 self.deliver(mask)
 
-    def _note(self, step: Step, start_s: float, tokens: int, compute_s: float) -> None:
+    def _note(self, step: Step, start_s: float, tokens: int, link_busy_s: float) -> None:
+        now_s = self._ended_s = self._env.now
+        self._link_busy_s = self.link_busy_until(now_s)
+        self.compute_s += self._computed_s
         before, self._totals = self._totals, self._core.totals()
         activated, hits, late, demand_bytes = (
             now - then for now, then in zip(self._totals, before, strict=True)
         )
         self.log.append(
             start_s,
-            self._env.now,
+            now_s,
             step.phase,
             len(step.requests),
             tokens,
@@ -188,7 +198,9 @@ class Engine:
             demand_bytes,
             self._stall_s,
             0.0,
-            compute_s,
+            self._computed_s,
+            link_busy_s,
+            self._link_busy_s,
         )
 
 

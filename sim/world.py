@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol
 
 import simpy
 
@@ -35,6 +36,14 @@ if TYPE_CHECKING:
 _PROGRESS_EVERY = 64  # iterations
 
 
+class Requests(Protocol):
+    """Requests in order of arrival, read again from the beginning by every iteration over them."""
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+    def __len__(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class CellInputs:
     """Everything one cell of the grid is made of. `training` fills the store of an offline run."""
@@ -44,8 +53,8 @@ class CellInputs:
     profile: HardwareProfile
     system: System
     expert_cache_bytes: int
-    requests: Sequence[Request]
-    training: Sequence[Request]
+    requests: Requests
+    training: Requests
     routing: RoutingSource
     settings: RunSettings
 
@@ -152,7 +161,7 @@ class _World:
         batch = 1 if settings.offline else settings.max_num_seqs
         self._scheduler = Scheduler(batch, settings.token_budget, self._plan.max_kv_tokens)
         self._request_log = RequestLog()
-        self._not_counted = {request.index for request in list(inputs.requests)[: settings.warmup]}
+        self._not_counted = {request.index for request in islice(inputs.requests, settings.warmup)}
         self._admitted_s: dict[int, float] = {}
         self._first_token_s: dict[int, float] = {}
         self._still_to_come = len(inputs.requests)
@@ -187,7 +196,7 @@ class _World:
         counters = self._core.counters()
         counters["bytes_moved"] = sum(link.bytes_moved for link in engine.links)
         busy_s = {
-            "link": sum(link.busy_s for link in engine.links),
+            "link": engine.link_busy_until(self._env.now),
             "compute": engine.compute_s,
             "search": engine.worker.busy_s,
         }
@@ -233,7 +242,7 @@ class _World:
             for state in scheduler.finish_step(step):
                 self._finish(state)
             iterations += 1
-            if iterations % _PROGRESS_EVERY == 0:
+            if iterations == 1 or iterations % _PROGRESS_EVERY == 0:
                 self._report(iterations)
 
     def _report(self, iterations: int) -> None:

@@ -16,7 +16,11 @@ from hypothesis import strategies as st
 def test_the_defaults_of_the_bare_command_are_assumed() -> None:
     settings = resolve({"trace": Path("azure.parquet"), "seed": None})
     assert settings.trace == "azure.parquet"
-    assert (settings.model, settings.hardware, settings.policy) == ("mixtral-8x7b", "rtx3090x6", ("finemoe",))
+    assert (settings.model, settings.hardware, settings.policy) == (
+        "mixtral-8x7b",
+        ("rtx3090x6",),
+        ("finemoe",),
+    )
     assert (settings.expert_cache, settings.num_requests, settings.routing) == (("24GB",), 256, "synthetic")
     assert (settings.max_num_seqs, settings.seed, settings.backend) == (8, 0, "sim")
     assert {"model", "hardware", "policy", "expert_cache", "num_requests", "routing"} < set(settings.assumed)
@@ -131,7 +135,7 @@ def test_a_missing_or_binary_file_is_named(tmp_path: Path) -> None:
 
 def test_flags_are_texts() -> None:
     settings = resolve({"trace": "a", "seed": "7", "rate": "2.5", "prompt_tokens": "10"})
-    assert (settings.seed, settings.rate, settings.prompt_tokens) == (7, 2.5, 10)
+    assert (settings.seed, settings.rate, settings.prompt_tokens) == (7, (2.5,), 10)
 
 
 def test_none_and_all_decisions() -> None:
@@ -181,7 +185,7 @@ def test_resolved_settings_come_back_from_their_toml(
 def test_a_float_written_without_a_point_is_a_number(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text("rate = 3\n")
-    assert resolve({"trace": "a"}, config).rate == 3.0
+    assert resolve({"trace": "a"}, config).rate == (3.0,)
 
 
 def test_settings_cannot_be_changed() -> None:
