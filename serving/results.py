@@ -37,6 +37,7 @@ from .sweep import saturation
 if TYPE_CHECKING:
     import pyarrow
 
+_ROW_GROUP = 65_536  # rows that are encoded at a time: bounds memory
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
@@ -123,33 +124,46 @@ class ResultsWriter:
                 raise unwritable(root, error) from error
             number += 1
 
+    def write_decisions(self, cell: str, decisions: pyarrow.Table) -> None:
+        """Write the decision log of a cell that still runs; SettingError where it cannot be written."""
+        with self._writing():
+            self._write_tables(cell, decisions=decisions)
+
     def write_cell(
-        self,
-        cell: str,
-        requests: RequestLog,
-        iterations: IterationLog,
-        series: pyarrow.Table,
-        decisions: pyarrow.Table | None,
+        self, cell: str, requests: RequestLog, iterations: IterationLog, series: pyarrow.Table
     ) -> None:
-        """Write the Parquet files of one finished cell; its folder appears when all are written.
+        """Write the other Parquet files of a finished cell; its folder appears when all are written.
 
         Raises SettingError where they cannot be written.
         """
-        tables = {"requests": requests.to_arrow().sort_by("request"), "iterations": iterations.to_arrow()}
-        tables["timeseries"] = series
-        if decisions is not None:
-            tables["decisions"] = decisions
         with self._writing():
-            part = self._staging / f"{cell}.part"
-            part.mkdir()
-            for name, table in tables.items():
-                self._write(table, part / f"{name}.parquet")
+            part = self._write_tables(
+                cell,
+                requests=requests.to_arrow().sort_by("request"),
+                iterations=iterations.to_arrow(),
+                timeseries=series,
+            )
             if len(self._cells) > 1:
                 os.rename(part, self._staging / cell)
                 return
-            for name in tables:
-                os.rename(part / f"{name}.parquet", self._staging / f"{name}.parquet")
+            for path in part.iterdir():
+                os.rename(path, self._staging / path.name)
             part.rmdir()
+
+    def drop_cell(self, cell: str) -> None:
+        """Drop what was written of a cell that will not be finished."""
+        with self._writing():
+            part = self._staging / f"{cell}.part"
+            if part.exists():
+                shutil.rmtree(part)
+
+    def _write_tables(self, cell: str, **tables: pyarrow.Table) -> Path:
+        """Write tables into the folder of an unfinished cell, which it returns."""
+        part = self._staging / f"{cell}.part"
+        part.mkdir(exist_ok=True)
+        for name, table in tables.items():
+            self._write(table, part / f"{name}.parquet")
+        return part
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -174,6 +188,7 @@ class ResultsWriter:
             table.replace_schema_metadata(metadata),
             path,
             compression="zstd",
+            row_group_size=_ROW_GROUP,
             use_dictionary=words or False,
             write_statistics=False,
         )

@@ -70,7 +70,7 @@ def run_plan(plan: Plan, output: Path | None = None, on_progress: OnProgress | N
             if cell.memory is None:
                 continue
             try:
-                summary, outcome = _run(plan, cell, on_progress)
+                summary, outcome = _run(plan, cell, writer, on_progress)
                 series = time_series(
                     outcome.requests,
                     outcome.iterations,
@@ -80,8 +80,9 @@ def run_plan(plan: Plan, output: Path | None = None, on_progress: OnProgress | N
                 )
             except CapacityError as error:
                 runs[place] = _not_run(cell, f"DOES NOT FIT: {error}")
+                writer.drop_cell(cell.name)
                 continue
-            writer.write_cell(cell.name, outcome.requests, outcome.iterations, series, outcome.decisions)
+            writer.write_cell(cell.name, outcome.requests, outcome.iterations, series)
             runs[place] = summary  # only now: what is called finished is on disk
             writer.write_summary(_results(plan, runs), toml)
         if not any(run.ran for run in runs):
@@ -103,7 +104,11 @@ def run_plan(plan: Plan, output: Path | None = None, on_progress: OnProgress | N
     return _results(plan, runs, directory)
 
 
-def _run(plan: Plan, cell: Cell, on_progress: OnProgress | None) -> tuple[CellSummary, CellOutcome]:
+def _run(
+    plan: Plan, cell: Cell, writer: ResultsWriter, on_progress: OnProgress | None
+) -> tuple[CellSummary, CellOutcome]:
+    """Run a cell. Its decisions are written as soon as they are complete: that frees their memory, and
+    leaves little to write when the simulation ends."""
     settings = plan.settings
     inputs = CellInputs(
         model=plan.model,
@@ -122,7 +127,7 @@ def _run(plan: Plan, cell: Cell, on_progress: OnProgress | None) -> tuple[CellSu
             on_progress(cell, progress)
 
     begin = time.perf_counter()
-    outcome = run_cell(inputs, report)
+    outcome = run_cell(inputs, report, lambda decisions: writer.write_decisions(cell.name, decisions))
     wall_s = time.perf_counter() - begin
     summary = summarize(
         key=cell.key,

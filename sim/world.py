@@ -74,7 +74,8 @@ class CellOutcome:
     """What happened in one cell. `per_layer`: int64[2, L] (prefill, decode) of activated, hits and late.
 
     The logs and decisions hold the whole run; counters, layers and busy times the last `counted_s` seconds,
-    from the admission of the first request that is no warm-up.
+    from the admission of the first request that is no warm-up. `decisions` is None where none were kept or
+    they were given to `on_decisions`.
     """
 
     requests: RequestLog
@@ -130,15 +131,29 @@ def cell_options(inputs: CellInputs, plan: MemoryPlan) -> Options:
     )
 
 
-def run_cell(inputs: CellInputs, on_progress: Callable[[Progress], None]) -> CellOutcome:
-    """Serve the requests in simulated time. Deterministic: same inputs, same outcome."""
-    return _World(inputs, on_progress).run()
+def run_cell(
+    inputs: CellInputs,
+    on_progress: Callable[[Progress], None],
+    on_decisions: Callable[[pa.Table], None] | None = None,
+) -> CellOutcome:
+    """Serve the requests in simulated time. Deterministic: same inputs, same outcome.
+
+    `on_decisions` is given the decision log once, as soon as its last iteration is over; without it, the log
+    is in the outcome.
+    """
+    return _World(inputs, on_progress, on_decisions).run()
 
 
 class _World:
-    def __init__(self, inputs: CellInputs, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(
+        self,
+        inputs: CellInputs,
+        on_progress: Callable[[Progress], None],
+        on_decisions: Callable[[pa.Table], None] | None,
+    ) -> None:
         self._inputs = inputs
         self._on_progress = on_progress
+        self._on_decisions = on_decisions
         self._plan = plan_cell(inputs)
         settings, model = inputs.settings, inputs.model
         self._options = cell_options(inputs, self._plan)
@@ -174,6 +189,8 @@ class _World:
         env, core = self._env, self._core
         env.process(self._arrivals())
         env.run(until=env.process(self._serve()))
+        if self._on_decisions is not None:
+            self._hand_over()
         now, before = self._reading(), self._before
         counters = {name: value - before.counters[name] for name, value in now.counters.items()}
         counters["wasted_bytes"] += now.counters["unused_bytes"]  # left unused
@@ -242,8 +259,17 @@ class _World:
             for state in scheduler.finish_step(step):
                 self._finish(state)
             iterations += 1
+            if iterations == self._log_iterations + 1:  # the log ended when this iteration began
+                self._hand_over()
             if iterations == 1 or iterations % _PROGRESS_EVERY == 0:
                 self._report(iterations)
+
+    def _hand_over(self) -> None:
+        """Give away the decision log, once."""
+        on_decisions, self._on_decisions = self._on_decisions, None
+        if on_decisions is not None and self._log_iterations:
+            self._log_iterations = 0
+            on_decisions(decision_table(self._core.take_log(), self._options))
 
     def _report(self, iterations: int) -> None:
         self._on_progress(

@@ -50,7 +50,9 @@ def logs() -> tuple[RequestLog, IterationLog]:
 def write_cell(writer: ResultsWriter, name: str, decisions: pa.Table | None = None) -> None:
     requests, iterations = logs()
     series = time_series(requests, iterations, simulated_s=6.0, devices=1, hit_rate_defined=True)
-    writer.write_cell(name, requests, iterations, series, decisions)
+    if decisions is not None:
+        writer.write_decisions(name, decisions)
+    writer.write_cell(name, requests, iterations, series)
 
 
 def write(directory: Path, statuses: tuple[str, ...] = ("OK",), wall_s: float = 1.0) -> ResultsWriter:
