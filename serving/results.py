@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _ROW_GROUP = 65_536  # rows that are encoded at a time: bounds memory
 
+
 @dataclass(frozen=True, kw_only=True)
 class Results:
     """What a grid of runs gave. `partial`: it was interrupted, and some cells did not run."""

@@ -67,11 +67,12 @@ def parse_slo(text: str) -> tuple[Condition, ...]:
     conditions: list[Condition] = []
     place = 0
     while True:
-        condition, place = _condition(text, place)
+        begin = _after_spaces(text, place)
+        condition, place = _condition(text, begin)
         if any((one.metric, one.statistic) == (condition.metric, condition.statistic) for one in conditions):
             raise _wrong(
                 text,
-                place,
+                begin,
                 f"{condition.metric}_{condition.statistic} has a limit already",
                 "Leave one of them out",
             )
@@ -85,7 +86,6 @@ def parse_slo(text: str) -> tuple[Condition, ...]:
 
 def _condition(text: str, place: int) -> tuple[Condition, int]:
     """The condition that begins at `place`, and where it ends, spaces after it included."""
-    place = _after_spaces(text, place)
     begin = place
     name, place = _token(_NAME, text, place)
     metric, _, statistic = name.rpartition("_")

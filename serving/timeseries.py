@@ -57,12 +57,12 @@ def time_series(
     per_width = np.divide(1.0, width_s, out=np.zeros_like(width_s), where=width_s > 0.0)
     rows, steps = requests.table(), iterations.table()
     start_s, end_s = steps["start_s"], steps["end_s"]
-    knots_s = np.ravel((start_s, end_s), order="F")
+    knots_s = np.concatenate(([0.0], np.ravel((start_s, end_s), order="F")))
 
     def spread(amounts: Floats) -> Floats:
         """Amounts per iteration as sums per bin."""
         sums = np.concatenate(([0.0], np.cumsum(amounts, dtype=np.float64)))
-        return _between(edges, knots_s, np.ravel((sums[:-1], sums[1:]), order="F"))
+        return _between(edges, knots_s, np.repeat(sums, 2)[:-1])
 
     def share(amounts_s: Floats) -> Floats:
         return np.minimum(amounts_s * per_width, 1.0)  # a rounding above 1 at most
@@ -74,6 +74,7 @@ def time_series(
     known = (activated > 0.0) & hit_rate_defined
     hit_rate = np.divide(hits, activated, out=np.zeros_like(hits), where=known)
     links_s = np.ravel((steps["link_busy_start_s"], steps["link_busy_end_s"]), order="F")
+    links_s = np.concatenate(([0.0], links_s))
     columns = {
         "time_s": edges[:-1],
         "width_s": width_s,
@@ -94,8 +95,6 @@ def time_series(
 
 def _between(edges: Floats, knots_s: Floats, sums: Floats) -> Floats:
     """Growth from edge to edge of what has the value `sums` at `knots_s` and is straight in between."""
-    if not knots_s.size:
-        return np.zeros(len(edges) - 1)
     grown: Floats = np.maximum(np.diff(np.interp(edges, knots_s, sums)), 0.0)
     return grown
 

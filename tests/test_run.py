@@ -80,7 +80,7 @@ def test_two_cells_never_share_a_folder(trace: Path) -> None:
 def test_arrivals_beyond_the_clock_are_refused(trace: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         plan(trace, **options)
-    assert plan(trace, time_scale=1e8).requests[-1].arrival_s == 9.5e8
+    assert [*plan(trace, time_scale=1e8).requests][-1].arrival_s == 9.5e8
 
 
 def test_an_output_that_is_no_path_is_refused(trace: Path) -> None:
