@@ -154,7 +154,7 @@ def print_plan(plan: Plan) -> None:
     for cell in plan.cells:
         memory = cell.memory
         if memory is None:
-            table.add_row(cell.system.name, cell.expert_cache, *[""] * len(sizes), "DOES NOT FIT")
+            table.add_row(cell.system.name, cell.expert_cache, *[""] * len(sizes), _short(cell.problem))
             continue
         shares = memory.devices
         table.add_row(
@@ -171,11 +171,7 @@ def print_plan(plan: Plan) -> None:
         )
     console().print(table)
     _print_reasons(
-        [
-            (f"{cell.system.name} {cell.expert_cache}", f"DOES NOT FIT: {cell.problem}")
-            for cell in plan.cells
-            if cell.problem
-        ]
+        [(f"{cell.system.name} {cell.expert_cache}", cell.problem) for cell in plan.cells if cell.problem]
     )
 
 
@@ -190,7 +186,7 @@ def plan_json(plan: Plan) -> str:
             "policy": cell.system.name,
             "expert_cache": cell.expert_cache,
             "expert_cache_bytes": cell.expert_cache_bytes,
-            "status": "fits" if cell.memory else f"DOES NOT FIT: {cell.problem}",
+            "status": "fits" if cell.memory else cell.problem,
             "memory": msgspec.to_builtins(cell.memory),
         }
         for cell in plan.cells

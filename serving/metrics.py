@@ -52,7 +52,7 @@ class CellSummary(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     expert_cache: str  # as asked for: "24GB", "0.25", "96slots"
     expert_cache_bytes: int | None
-    status: str  # OK · OVERLOADED … · DOES NOT FIT: … · NOT RUN: …
+    status: str  # OK · OVERLOADED … · INACTIVE: … · DOES NOT FIT: … · NOT RUN: …
     requests: int = 0  # finished and counted
     iterations: int = 0  # counted steps
     ttft_s: Distribution = Distribution()
@@ -87,7 +87,7 @@ class CellSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ran(self) -> bool:
         """Whether the cell was run to its end."""
-        return not self.status.startswith(("DOES NOT FIT", "NOT RUN"))
+        return not self.status.startswith(("INACTIVE", "DOES NOT FIT", "NOT RUN"))
 
 
 def distribution(sample: NDArray[np.float64]) -> Distribution:

@@ -14,7 +14,8 @@ import numpy as np
 from ..calibration.profile import HardwareProfile, load_profile
 from ..errors import CapacityError, SettingError
 from ..policy.models import ModelSpec, load_model_spec
-from ..policy.systems import SYSTEMS, System, find_system
+from ..policy.system import System
+from ..policy.systems import find_systems
 from ..serving.results import cell_name
 from ..traces.requests import Request, RequestTrace, open_requests, select_requests
 from ..traces.routing import RoutingSource
@@ -22,6 +23,7 @@ from ..traces.routing_file import RoutingFile
 from ..traces.routing_preset import load_preset, preset_for
 from ..traces.synthetic import SyntheticRouting
 from .memory import MemoryPlan, parse_cache_size, plan_memory, whole_model_bytes
+from .popularity import sample_of
 from .settings import RunSettings
 
 TRAINING_SHARE = 0.7  # paper §6.1: 70 % of the data fill the store, 30 % are served
@@ -30,7 +32,7 @@ _SPLIT_STREAM = 1  # keeps the offline split's draws apart from other uses of th
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of the grid. `memory` is None, and `problem` says why, where it does not fit."""
+    """One run of the grid. `memory` is None, and `problem` is its status, where it cannot run."""
 
     system: System
     expert_cache: str
@@ -65,7 +67,7 @@ def make_plan(settings: RunSettings) -> Plan:
 
     Raises InputError for what cannot be used, and CapacityError when no cell fits.
     """
-    systems = _systems(settings.policy)
+    systems = find_systems(settings.policy)
     model = load_model_spec(settings.model)
     profile = load_profile(settings.hardware)
     if settings.prefetch_distance is None:
@@ -81,7 +83,11 @@ def make_plan(settings: RunSettings) -> Plan:
         )
     routing = _routing(settings, model)
     longest = max(request.prompt_tokens + request.output_tokens for request in requests)
-    cells = _cells(systems, sizes, model, profile, settings, longest)
+    inactive = {
+        system.name: _inactive(system, routing, {request.index for request in requests}, settings)
+        for system in systems
+    }
+    cells = _cells(systems, sizes, model, profile, settings, longest, inactive)
     return Plan(
         settings=settings,
         model=model,
@@ -94,10 +100,6 @@ def make_plan(settings: RunSettings) -> Plan:
         evidence=_evidence(settings, trace, routing, profile, model),
         warnings=tuple(dict.fromkeys(text for cell in cells if cell.memory for text in cell.memory.warnings)),
     )
-
-
-def _systems(names: tuple[str, ...]) -> list[System]:
-    return list(SYSTEMS.values()) if names == ("all",) else [find_system(name) for name in names]
 
 
 def _select(trace: RequestTrace, settings: RunSettings) -> list[Request]:
@@ -155,18 +157,22 @@ def _cells(
     profile: HardwareProfile,
     settings: RunSettings,
     longest: int,
+    inactive: Mapping[str, str],
 ) -> tuple[Cell, ...]:
     whole = whole_model_bytes(model, settings.expert_dtype)
     cells = []
     for system in systems:
-        # A preloaded system needs every expert whatever the cache size, so it runs once.
-        caches = {"all": whole} if system.preloaded else sizes
+        # A system that holds all experts does so whatever the cache size, so it runs once.
+        caches = {"all": whole} if system.preload == "all" else sizes
         for text, size in caches.items():
+            if inactive[system.name]:
+                cells.append(Cell(system, text, size, None, f"INACTIVE: {inactive[system.name]}"))
+                continue
             try:
                 memory = plan_memory(model, settings.expert_dtype, profile, size, min_kv_tokens=longest)
                 cells.append(Cell(system, text, size, memory))
             except CapacityError as error:
-                cells.append(Cell(system, text, size, None, str(error)))
+                cells.append(Cell(system, text, size, None, f"DOES NOT FIT: {error}"))
     by_folder: dict[str, Cell] = {}
     for cell in cells:
         other = by_folder.setdefault(cell.name, cell)
@@ -176,8 +182,21 @@ def _cells(
                 f"folder {cell.name}. Write one of them differently, or leave it out."
             )
     if not any(cell.memory for cell in cells):
-        raise CapacityError(cells[0].problem)
+        what, _, why = cells[0].problem.partition(": ")
+        if what == "INACTIVE":
+            raise SettingError(f"--policy {cells[0].system.name} is INACTIVE with this routing: {why}.")
+        raise CapacityError(why)
     return tuple(cells)
+
+
+def _inactive(system: System, routing: RoutingSource, served: set[int], settings: RunSettings) -> str:
+    """Why the system cannot run with this routing; empty where it can."""
+    meta = routing.meta
+    if system.preload == "popular" and not settings.offline and not sample_of(routing, served):
+        return "every request of the routing is served, so there is none to measure popularity on beforehand"
+    return system.inactive(
+        recorded=meta.speculation, layers=meta.layers, prefetch_distance=settings.prefetch_distance or 1
+    )
 
 
 def _describe(trace: RequestTrace, requests: list[Request], training: list[Request]) -> dict[str, Any]:
