@@ -232,10 +232,8 @@ def report(name: str, path: Path, folder: Path) -> None:
         end="",
     )
     print(f"{trace.expert_bytes.min():,} to {trace.expert_bytes.max():,} bytes per expert, mean {mean:,.0f}.")
-    print(
-        f"Caches of {low:,} to {high:,} bytes ({low / MIB:.2f} to {high / MIB:.2f} MiB) hit as often as the "
-    )
-    print(f"record; taken: {capacity / MIB:,.0f} MiB.\n")
+    print(f"Caches of {low:,} to {high:,} bytes ({low / MIB:.2f} to {high / MIB:.2f} MiB) hit as often")
+    print(f"as the record; taken: {capacity / MIB:,.0f} MiB.\n")
     print("| replay | prefill | decode | all | decode lookups as recorded |\n|---|---|---|---|---|")
     for label, hits in replays(trace, routing, capacity).items():
         prefill, decoded, both, alike = rates(events, hits)

@@ -40,7 +40,8 @@ class RouteTrace:
 
     model         name of the model's file
     expert_bytes  i64 [L], bytes of one expert of each layer that has experts
-    turn, phase, step, layer   i64 [C]; `layer` counts the layers that have experts, 0 … L − 1
+    layer_numbers i64 [L], their numbers in the file, where layers without experts count too
+    turn, phase, step, layer   i64 [C]; layers are 0 … L − 1 here
     expert        i64 [C, K], the largest weight first
     weight        f64 [C, K], as applied
     residency     i64 [C, K]: 0 a miss, 1 a hit, 2 a hit on an expert that a prefetch had brought
@@ -51,6 +52,7 @@ class RouteTrace:
     model: str
     experts: int
     expert_bytes: Int64s
+    layer_numbers: Int64s
     turn: Int64s
     phase: Int64s
     step: Int64s
@@ -124,6 +126,7 @@ def read_route_csv(path: str | Path) -> RouteTrace:
         model=head.model,
         experts=head.experts,
         expert_bytes=head.layer_bytes[known],
+        layer_numbers=known,
         turn=cells["turn"][:, 0],
         phase=cells["phase"][:, 0],
         step=cells["step"][:, 0],

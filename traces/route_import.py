@@ -84,16 +84,17 @@ def _tokens(trace: RouteTrace, turn: int, cells: npt.NDArray[np.intp]) -> tuple[
     late = (trace.phase[cells] == PREFILL) != (token < prompt)
     if prompt == 0 or late.any():
         raise bad("", "the steps are not a prompt (phase 0) followed by decode steps (phase 1).")
-    place = token * layers + trace.layer[cells]
-    times = np.bincount(place, minlength=len(steps) * layers).reshape(-1, layers)
+    at = token * layers + trace.layer[cells]
+    times = np.bincount(at, minlength=len(steps) * layers).reshape(-1, layers)
     flat = np.full(len(steps) * layers, -1)
-    flat[place] = cells
+    flat[at] = cells
     cell_of = flat.reshape(-1, layers)
     if not times[: prompt - 1, -1].any() and times[prompt - 1, -1]:  # the last token's stands for the prompt
         cell_of[: prompt - 1, -1] = cell_of[prompt - 1, -1]
         times[: prompt - 1, -1] = 1
     if (times != 1).any():
-        at, layer = (int(x) for x in np.argwhere(times != 1)[0])
-        rows = times[at, layer] * trace.top_k
-        raise bad(f", step {steps[at]}, layer {layer}", f"{rows} rows, not {trace.top_k}.")
+        row, layer = (int(x) for x in np.argwhere(times != 1)[0])
+        rows = times[row, layer] * trace.top_k
+        place = f", step {steps[row]}, layer {trace.layer_numbers[layer]}"
+        raise bad(place, f"{rows} rows, not {trace.top_k}.")
     return prompt, cell_of
