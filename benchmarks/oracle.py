@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 from finemoe.policy.core import CHUNK_READY, Core, core_options, make_config
-from finemoe.policy.systems import SYSTEMS, System
+from finemoe.policy.system import System
+from finemoe.policy.systems import SYSTEMS
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS, EXPERTS, TOP_K, EXPERT_BYTES = 24, 32, 4, 1000

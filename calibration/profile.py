@@ -26,7 +26,7 @@ from ..traces.files import unreadable_kind
 
 Evidence = Literal["MEASURED", "CALIBRATED", "SIMULATED", "DERIVED", "ASSUMED"]
 EVIDENCE: tuple[Evidence, ...] = get_args(Evidence)
-MAX_DEVICES = 58  # of the policy core (csrc/types.hpp)
+MAX_DEVICES = 57  # of the policy core (csrc/types.hpp)
 PROFILE_FOLDER = Path(__file__).parent / "profiles"
 
 # unit -> factor to the base unit, per dimension; GB = 10^9, GiB = 2^30. Decimal: 5 us is 5e-6 exactly.

@@ -23,9 +23,16 @@ def systems_command(
     from .formats import console
 
     table = Table(box=None, pad_edge=False)
-    for name in ("system", "predictor", "eviction", "description", "source"):
+    for name in ("system", "group", "predictor", "eviction", "description", "source"):
         table.add_column(name, overflow="fold")
     for system in SYSTEMS.values():
-        row = (system.name, system.predictor, system.eviction, system.description, system.source)
+        row = (
+            system.name,
+            system.group,
+            system.predictor,
+            system.eviction,
+            system.description,
+            system.source,
+        )
         table.add_row(*(str(value) for value in row))
     console().print(table)

@@ -159,7 +159,7 @@ def print_plan(plan: Plan) -> None:
     for parts, cell in zip(cell_parts(keys), plan.cells, strict=True):
         memory = cell.memory
         if memory is None:
-            table.add_row(*parts, *[""] * len(sizes), "DOES NOT FIT")
+            table.add_row(*parts, *[""] * len(sizes), _short(cell.problem))
             continue
         shares = memory.devices
         table.add_row(
@@ -174,7 +174,7 @@ def print_plan(plan: Plan) -> None:
             "fits",
         )
     console().print(table)
-    _print_reasons([(cell.label, f"DOES NOT FIT: {cell.problem}") for cell in plan.cells if cell.problem])
+    _print_reasons([(cell.label, cell.problem) for cell in plan.cells if cell.problem])
 
 
 def plan_json(plan: Plan) -> str:
@@ -190,7 +190,7 @@ def plan_json(plan: Plan) -> str:
             "expert_cache_bytes": cell.expert_cache_bytes,
             "hardware": cell.profile.name,
             "rate_per_s": cell.rate_per_s,
-            "status": "fits" if cell.memory else f"DOES NOT FIT: {cell.problem}",
+            "status": "fits" if cell.memory else cell.problem,
             "memory": msgspec.to_builtins(cell.memory),
         }
         for cell in plan.cells

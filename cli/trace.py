@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -55,22 +55,35 @@ def convert_command(
 
 @trace_app.command("import")
 def import_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE.npz", help="Arrays expert_ids, probs and offsets.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Route CSV, or npz of expert_ids, probs and offsets.")
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Routing trace to write.")],
     model: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Model of the recording. [by its shape]")
+        str | None,
+        typer.Option(metavar="NAME", help="Model of the recording. [npz: by its shape; CSV: its header's]"),
     ] = None,
     no_prefill: Annotated[
-        bool, typer.Option("--no-prefill", help="Do not derive a prefill iteration; TTFT is then undefined.")
+        bool,
+        typer.Option("--no-prefill", help="npz: derive no prefill iteration; TTFT is then undefined."),
     ] = False,
 ) -> None:
     """Make a routing trace for --routing from recorded choices of experts (docs/routing-format.md)."""
+    from ..errors import SettingError
     from ..traces.npz_import import import_chosen_experts
+    from ..traces.route_import import import_route_csv, recording_format
 
-    meta = import_chosen_experts(file, out, model=model, prefill="none" if no_prefill else "derived")
+    if recording_format(file) == "npz":
+        prefill: Literal["none", "derived"] = "none" if no_prefill else "derived"
+        meta = import_chosen_experts(file, out, model=model, prefill=prefill)
+    elif no_prefill:
+        raise SettingError("--no-prefill is for npz files: a route CSV has its prefill. Leave it out.")
+    else:
+        meta = import_route_csv(file, out, model=model)
+    filled = "none" if meta.prefill == "none" else meta.prefill.upper()
     print(
         f"{out}: {meta.model}, {meta.layers} layers x {meta.experts} experts, top-{meta.top_k}; "
-        f"unrecorded probability: {meta.unchosen_mass}; prefill: {'none' if no_prefill else 'DERIVED'}"
+        f"unrecorded probability: {meta.unchosen_mass}; prefill: {filled}"
     )
 
 

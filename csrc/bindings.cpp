@@ -1,68 +1,13 @@
 // Python face of the core. Every call that takes the core's mutex releases the GIL first.
 #include "bindings.hpp"
 
-#include <map>
 #include <string>
-
-#include "f16.hpp"
 
 namespace finemoe::bindings {
 
 namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
-
-template <typename T>
-T named(const std::map<std::string, T>& names, const std::string& name, const char* setting) {
-    const auto it = names.find(name);
-    if (it == names.end()) {
-        throw CoreError(std::string(setting) + ": unknown value " + name);
-    }
-    return it->second;
-}
-
-CoreConfig make_config(int layers, int experts, int top_k, int devices, int slots_per_device,
-                       std::int64_t expert_bytes, const std::string& predictor, bool semantic,
-                       bool trajectory, int prefetch_distance, int store_capacity, int embedding_width,
-                       std::int64_t embedding_work, const std::string& eviction, const std::string& frequency,
-                       double frequency_decay, bool rank_prefill_by_tokens, const std::string& load_shape,
-                       bool search_blocks, const std::string& preempt_scope, bool preloaded) {
-    CoreConfig c;
-    c.layers = layers;
-    c.experts = experts;
-    c.top_k = top_k;
-    c.devices = devices;
-    c.slots_per_device = slots_per_device;
-    c.expert_bytes = expert_bytes;
-    c.predictor = named<PredictorKind>({{"none", PredictorKind::none},
-                                        {"map", PredictorKind::map},
-                                        {"speculate", PredictorKind::speculate},
-                                        {"oracle", PredictorKind::oracle}},
-                                       predictor, "predictor");
-    c.semantic = semantic;
-    c.trajectory = trajectory;
-    c.prefetch_distance = prefetch_distance;
-    c.store_capacity = store_capacity;
-    c.embedding_width = embedding_width;
-    c.embedding_work = embedding_work;
-    c.eviction = named<EvictionKind>({{"finemoe", EvictionKind::finemoe},
-                                      {"lru", EvictionKind::lru},
-                                      {"lfu", EvictionKind::lfu},
-                                      {"belady", EvictionKind::belady}},
-                                     eviction, "eviction");
-    c.frequency = named<FrequencyRule>({{"run", FrequencyRule::run}, {"residency", FrequencyRule::residency}},
-                                       frequency, "frequency");
-    c.frequency_decay = frequency_decay;
-    c.rank_prefill_by_tokens = rank_prefill_by_tokens;
-    c.load_shape = named<LoadShape>({{"expert", LoadShape::expert}, {"layer", LoadShape::layer}}, load_shape,
-                                    "load_shape");
-    c.search_blocks = search_blocks;
-    c.preempt_scope = named<PreemptScope>({{"device", PreemptScope::device}, {"all", PreemptScope::all}},
-                                          preempt_scope, "preempt_scope");
-    c.preloaded = preloaded;
-    c.validate();
-    return c;
-}
 
 // Commands are made for every layer and load: interned names, and tuples filled by hand.
 PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
@@ -206,28 +151,21 @@ PYBIND11_MODULE(_core, m) {
         }
     });
 
-    py::class_<CoreConfig>(m, "CoreConfig")
-        .def(py::init(&make_config), py::kw_only(), py::arg("layers"), py::arg("experts"), py::arg("top_k"),
-             py::arg("devices"), py::arg("slots_per_device"), py::arg("expert_bytes"), py::arg("predictor"),
-             py::arg("semantic"), py::arg("trajectory"), py::arg("prefetch_distance"),
-             py::arg("store_capacity"), py::arg("embedding_width"), py::arg("embedding_work"),
-             py::arg("eviction"), py::arg("frequency"), py::arg("frequency_decay"),
-             py::arg("rank_prefill_by_tokens"), py::arg("load_shape"), py::arg("search_blocks"),
-             py::arg("preempt_scope"), py::arg("preloaded"))
-        .def_readonly("layers", &CoreConfig::layers)
-        .def_readonly("experts", &CoreConfig::experts)
-        .def_readonly("devices", &CoreConfig::devices)
-        .def_readonly("expert_bytes", &CoreConfig::expert_bytes);
-
     m.attr("FORWARD_PENDING") = kForwardPending;
     m.attr("SEARCH_PENDING") = kSearchPending;
     m.attr("CHUNK_READY") = kChunkReady;
     m.attr("CHUNK_OPEN") = kChunkOpen;
     m.attr("MORE_CHUNKS") = kMoreChunks;
+    m.attr("PREFETCH_OPEN") = kPrefetchOpen;
     m.attr("DEVICE_SHIFT") = kDeviceShift;
 
+    bind_config(m);
+
     py::class_<Core>(m, "Core")
-        .def(py::init<const CoreConfig&, std::int64_t>(), py::arg("config"), py::arg("log_iterations") = 0)
+        .def(py::init([](const CoreConfig& config, std::int64_t log_iterations, const py::object& policy) {
+                 return std::make_unique<Core>(config, log_iterations, make_policy(policy));
+             }),
+             py::arg("config"), py::arg("log_iterations") = 0, py::arg("policy") = py::none())
         .def(
             "seed_store",
             [](Core& core, const py::object& maps, const py::object& embeddings,
@@ -237,6 +175,12 @@ PYBIND11_MODULE(_core, m) {
                 return core.seed_store(contents, time_s);
             },
             py::arg("maps"), py::arg("embeddings"), py::arg("written"), py::arg("time_s") = 0.0)
+        .def(
+            "preload",
+            [](Core& core, const std::vector<ExpertId>& experts, double time_s) {
+                return core.preload(experts, time_s);
+            },
+            py::arg("experts"), py::arg("time_s") = 0.0, NoGil())
         .def(
             "begin_iteration",
             [](Core& core, const std::vector<py::tuple>& rows, const py::object& embeddings, double time_s) {
@@ -252,13 +196,20 @@ PYBIND11_MODULE(_core, m) {
         .def(
             "gate",
             [](Core& core, int layer, const py::object& probabilities, const std::vector<int>& experts,
-               const std::vector<int>& token_counts, double time_s) {
+               const std::vector<int>& token_counts, double time_s, const py::object& row_counts) {
                 const auto halves = to_halves(probabilities, core.config().experts);
+                std::vector<std::int32_t> rows;
+                if (!row_counts.is_none()) {
+                    const auto array =
+                        row_counts
+                            .cast<py::array_t<std::int32_t, py::array::c_style | py::array::forcecast>>();
+                    rows.assign(array.data(), array.data() + array.size());
+                }
                 const py::gil_scoped_release release;
-                return core.gate(layer, halves, experts, token_counts, time_s);
+                return core.gate(layer, halves, experts, token_counts, time_s, rows);
             },
             py::arg("layer"), py::arg("probabilities"), py::arg("experts"), py::arg("token_counts"),
-            py::arg("time_s") = 0.0)
+            py::arg("time_s") = 0.0, py::arg("row_counts") = py::none())
         .def(
             "speculation",
             [](Core& core, int layer, int target, const py::object& probabilities, double time_s) {
@@ -280,7 +231,8 @@ PYBIND11_MODULE(_core, m) {
             },
             py::arg("layer"), py::arg("experts"), py::arg("time_s") = 0.0, NoGil())
         .def("computed_chunk", &Core::computed_chunk, py::arg("time_s") = 0.0, NoGil())
-        .def("end_iteration", &Core::end_iteration, py::arg("time_s") = 0.0, NoGil())
+        .def("end_iteration", &Core::end_iteration, py::arg("time_s") = 0.0,
+             py::arg("finished") = std::vector<std::int64_t>{}, NoGil())
         .def("foresight", &Core::foresight, py::arg("step"), py::arg("required"), py::arg("time_s") = 0.0,
              NoGil())
         .def(
@@ -322,5 +274,6 @@ PYBIND11_MODULE(_core, m) {
         .def("take_log", [](Core& core) { return log_columns(core.take_log()); });
 
     bind_feed(m);
+    bind_plugin(m);
     bind_search(m);
 }

@@ -76,7 +76,7 @@ void bind_feed(py::module_& m) {
             "add",
             [](Feed& feed, std::int64_t request, const py::array& gate, const py::array& experts,
                const py::array& token_counts, const py::array& offsets,
-               const std::optional<py::array>& embedding) {
+               const std::optional<py::array>& embedding, const std::map<int, py::array>& speculation) {
                 RequestRouting routing;
                 routing.iterations = gate.ndim() > 0 ? gate.shape(0) : 0;
                 routing.gate = copy_of<std::uint16_t>(gate, "gate");
@@ -86,16 +86,21 @@ void bind_feed(py::module_& m) {
                 if (embedding) {
                     routing.embedding = copy_of<std::uint16_t>(*embedding, "embedding");
                 }
+                for (const auto& [distance, rows] : speculation) {
+                    routing.speculation[distance] = copy_of<std::uint16_t>(rows, "speculation");
+                }
+                const py::gil_scoped_release release;
                 feed.add(request, std::move(routing));
             },
             py::arg("request"), py::arg("gate"), py::arg("experts"), py::arg("token_counts"),
-            py::arg("offsets"), py::arg("embedding"))
-        .def("remove", &Feed::remove, py::arg("request"))
+            py::arg("offsets"), py::arg("embedding"), py::arg("speculation") = std::map<int, py::array>{})
+        .def("remove", &Feed::remove, py::arg("request"), py::call_guard<py::gil_scoped_release>())
         .def(
             "select",
             [](Feed& feed, const std::vector<std::int64_t>& requests,
                const std::vector<std::int64_t>& iterations, const std::vector<std::int32_t>& tokens,
                bool prefill) {
+                const py::gil_scoped_release release;
                 feed.select(requests, iterations, tokens, prefill ? Phase::prefill : Phase::decode);
             },
             py::arg("requests"), py::arg("iterations"), py::arg("tokens"), py::arg("prefill"))
@@ -103,6 +108,8 @@ void bind_feed(py::module_& m) {
              py::call_guard<py::gil_scoped_release>())
         .def("gate", &Feed::gate, py::arg("core"), py::arg("layer"), py::arg("time_s") = 0.0,
              py::call_guard<py::gil_scoped_release>())
+        .def("speculation", &Feed::speculation, py::arg("core"), py::arg("layer"), py::arg("target"),
+             py::arg("time_s") = 0.0, py::call_guard<py::gil_scoped_release>())
         .def("token_counts",
              [](const Feed& feed) {
                  const auto counts = feed.token_counts();

@@ -2,6 +2,8 @@
 #include <mutex>
 
 #include "bindings.hpp"
+#include "search/activation_searcher.hpp"
+#include "search/searcher.hpp"
 #include "search/select.hpp"
 
 namespace finemoe::bindings {
@@ -10,8 +12,18 @@ namespace {
 
 // A searcher has no lock of its own; from Python several threads may reach it.
 struct LockedSearcher {
-    explicit LockedSearcher(const CoreConfig& config) : searcher(config) {}
-    Searcher searcher;
+    explicit LockedSearcher(const CoreConfig& config) : engine(make_search_engine(config)) {}
+
+    template <typename Engine>
+    Engine& as() {
+        auto* found = dynamic_cast<Engine*>(engine.get());
+        if (found == nullptr) {
+            throw CoreError("the searcher is of another predictor");
+        }
+        return *found;
+    }
+
+    std::unique_ptr<SearchEngine> engine;
     std::mutex mutex;
 };
 
@@ -21,7 +33,7 @@ std::vector<std::pair<int, float>> search_iteration(LockedSearcher& locked, cons
                                                     const py::object& embedding) {
     const auto gates = to_halves(gate);
     const auto raw = to_halves(embedding);
-    Searcher& searcher = locked.searcher;
+    Searcher& searcher = locked.as<Searcher>();
     const CoreConfig& config = searcher.config();
     if (gates.size() != static_cast<std::size_t>(config.total_experts()) ||
         (!raw.empty() && raw.size() != static_cast<std::size_t>(config.embedding_width))) {
@@ -49,7 +61,7 @@ std::vector<std::pair<int, float>> search_iteration(LockedSearcher& locked, cons
 }
 
 void fill(LockedSearcher& locked, const py::object& gate, const py::object& embedding) {
-    Searcher& searcher = locked.searcher;
+    Searcher& searcher = locked.as<Searcher>();
     const auto gates = to_halves(gate);
     const auto raw = to_halves(embedding);
     const auto map = static_cast<std::size_t>(searcher.config().total_experts());
@@ -65,6 +77,20 @@ void fill(LockedSearcher& locked, const py::object& gate, const py::object& embe
             raw.empty() ? std::span<const std::uint16_t>{} : std::span(raw).subspan(i * width, width);
         searcher.add(std::span(gates).subspan(i * map, map), one);
     }
+}
+
+void fill_counts(LockedSearcher& locked, const py::array_t<std::int64_t, py::array::c_style>& counts) {
+    ActivationSearcher& searcher = locked.as<ActivationSearcher>();
+    if (counts.size() != searcher.config().total_experts()) {
+        throw CoreError("fill_counts: counts are not [L, J]");
+    }
+    const std::vector<std::int64_t> copy(counts.data(), counts.data() + counts.size());
+    if (std::any_of(copy.begin(), copy.end(), [](std::int64_t n) { return n < 0; })) {
+        throw CoreError("fill_counts: a count is negative");
+    }
+    const py::gil_scoped_release release;
+    const std::scoped_lock lock(locked.mutex);
+    searcher.add(copy);
 }
 
 }  // namespace
@@ -104,15 +130,17 @@ void bind_search(py::module_& m) {
         .def(py::init<const CoreConfig&>(), py::arg("config"))
         .def("fill", &fill, py::arg("gate"), py::arg("embedding"),
              "Adds iterations, gate [n, L, J] and embedding [n, h] or None, by the redundancy rule.")
+        .def("fill_counts", &fill_counts, py::arg("counts"),
+             "Adds one request's tokens per expert, int64 [L, J] (predictor activation).")
         .def("contents",
              [](LockedSearcher& locked) {
                  StoreContents contents;
                  {
                      const py::gil_scoped_release release;
                      const std::scoped_lock lock(locked.mutex);
-                     contents = locked.searcher.contents();
+                     contents = locked.engine->contents();
                  }
-                 return store_tuple(contents, locked.searcher.config());
+                 return store_tuple(contents, locked.engine->config());
              })
         .def("search_iteration", &search_iteration, py::arg("gate"), py::arg("embedding"));
 }

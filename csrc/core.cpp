@@ -18,7 +18,7 @@ void CoreConfig::validate() const {
          "more than 4096 layers, 65536 experts or 2^24 experts in all");
     need(top_k >= 1 && top_k <= experts, "top_k must lie between 1 and experts");
     need(devices >= 1 && devices <= kMaxDevices && devices <= total_experts(),
-         "devices must lie between 1 and 58, and no more than there are experts");
+         "devices must lie between 1 and 57, and no more than there are experts");
     need(slots_per_device >= 1, "slots_per_device must be at least 1: one expert must fit on every device");
     need(expert_bytes >= 1 && expert_bytes <= std::int64_t{1} << 44,
          "expert_bytes must lie between 1 and 2^44");
@@ -28,19 +28,26 @@ void CoreConfig::validate() const {
              embedding_work <= 1 << 20,
          "embedding_width and embedding_work must lie between 0 and 2^20");
     need(frequency_decay > 0.0 && frequency_decay <= 1.0, "frequency_decay must lie in (0, 1]");
-    need(!preloaded || slots_per_device * devices >= total_experts(),
-         "preloaded needs a slot for every expert");
+    need(layer_quota >= 0, "layer_quota must be at least 0");
+    need((targets == Targets::distance && !popular_start) || predictor == PredictorKind::activation,
+         "targets later and popular_start belong to predictor activation");
 }
 
-Core::Core(const CoreConfig& config, std::int64_t log_iterations)
+Core::Core(const CoreConfig& config, std::int64_t log_iterations, std::shared_ptr<UserPolicy> policy)
     : config_((config.validate(), config)),
       experts_(static_cast<std::size_t>(config.total_experts())),
       devices_(static_cast<std::size_t>(config.devices)),
       eviction_(make_eviction(config.eviction)),
       foresight_(config.total_experts()),
+      activation_(config.row_counts() ? std::make_unique<Activation>(config.layers, config.experts)
+                                      : nullptr),
+      user_(std::move(policy)),
       device_outbox_(static_cast<std::size_t>(config.devices)),
       log_iterations_(log_iterations),
-      searcher_(config) {
+      engine_(make_search_engine(config)) {
+    const bool plugin = config.predictor == PredictorKind::plugin || config.eviction == EvictionKind::plugin;
+    require(plugin == (user_ != nullptr),
+            "a policy object is needed exactly where predictor or eviction is plugin");
     log_.on = log_iterations != 0;
     const auto counts = static_cast<std::size_t>(2 * config.layers);
     layer_counts_ = {std::vector<std::int64_t>(counts), std::vector<std::int64_t>(counts),
@@ -52,14 +59,6 @@ Core::Core(const CoreConfig& config, std::int64_t log_iterations)
     for (int g = 0; g < config.devices; ++g) {
         const int owned = (config.total_experts() - g + config.devices - 1) / config.devices;
         device(g).slots.assign(static_cast<std::size_t>(std::min(config.slots_per_device, owned)), kNone);
-    }
-    if (config.preloaded) {
-        for (ExpertId e = 0; e < config.total_experts(); ++e) {
-            const int slot = e / config.devices;
-            device_of(e).slots[static_cast<std::size_t>(slot)] = e;
-            at(e).status = Status::resident;
-            at(e).slot = slot;
-        }
     }
 }
 
@@ -137,7 +136,7 @@ std::vector<ExpertId> Core::residents(int g) {
 
 StoreContents Core::store_contents() {
     const std::scoped_lock work(work_mutex_);
-    return searcher_.contents();
+    return engine_->contents();
 }
 
 Counters Core::counters() {

@@ -1,6 +1,7 @@
 // Events: what each may be, and what it changes. Validation comes first, so that a rejected event changes
 // nothing.
 #include <algorithm>
+#include <set>
 #include <utility>
 
 #include "core.hpp"
@@ -40,13 +41,45 @@ std::uint64_t Core::seed_store(const StoreContents& s, double time_s) {
                            s.embeddings.begin() + static_cast<std::ptrdiff_t>((i + 1) * width), unit.begin(),
                            half_to_float);
         }
-        searcher_.store().restore(static_cast<int>(i), map.data(), unit, s.written[i]);
+        engine_->store().restore(static_cast<int>(i), map.data(), unit, s.written[i]);
     }
     stored_ = static_cast<int>(n);
     log_.add(record(RecordKind::seed_store, time_s), [&](LogColumns& c) {
         c.requests.values.insert(c.requests.values.end(), s.written.begin(), s.written.end());
         c.values.values.insert(c.values.values.end(), s.maps.begin(), s.maps.end());
         c.values.values.insert(c.values.values.end(), s.embeddings.begin(), s.embeddings.end());
+    });
+    return settle(time_s);
+}
+
+std::uint64_t Core::preload(std::span<const ExpertId> experts, double time_s) {
+    const std::scoped_lock lock(mutex_);
+    require_running();
+    require(iteration_ < 0 && !preloaded_, "preload comes once, before the first iteration");
+    std::vector<std::size_t> count(devices_.size());
+    ExpertId last = kNone;
+    for (const ExpertId e : experts) {
+        require(e > last && e < config_.total_experts(), "preload: experts are not ascending ids");
+        last = e;
+        ++count[static_cast<std::size_t>(config_.device_of(e))];
+    }
+    for (int g = 0; g < config_.devices; ++g) {
+        const auto owned =
+            static_cast<std::size_t>((config_.total_experts() - g + config_.devices - 1) / config_.devices);
+        const std::size_t wanted = count[static_cast<std::size_t>(g)], slots = device(g).slots.size();
+        require(wanted < slots || (wanted == slots && wanted == owned),
+                "preload: device " + std::to_string(g) + " has no slot left for the experts not preloaded");
+    }
+    preloaded_ = true;
+    for (const ExpertId e : experts) {
+        Device& d = device_of(e);
+        at(e).slot = static_cast<int>(d.kept);
+        at(e).status = Status::resident;
+        at(e).kept = true;
+        d.slots[d.kept++] = e;
+    }
+    log_.add(record(RecordKind::preload, time_s), [&](LogColumns& c) {
+        c.experts.values.insert(c.experts.values.end(), experts.begin(), experts.end());
     });
     return settle(time_s);
 }
@@ -75,7 +108,7 @@ std::uint64_t Core::begin_iteration(std::vector<Row> rows, std::span<const std::
     }
     auto fresh = std::make_shared<IterationRows>();
     fresh->index = iteration_;
-    if (config_.predictor == PredictorKind::map) {
+    if (config_.predictor == PredictorKind::map || config_.predictor == PredictorKind::activation) {
         fresh->gates.resize(static_cast<std::size_t>(config_.total_experts()) * rows.size());
     }
     fresh->units.assign(embeddings.size(), 0.0F);
@@ -103,11 +136,18 @@ std::uint64_t Core::begin_iteration(std::vector<Row> rows, std::span<const std::
         issue_search(SearchKind::semantic, -1, std::min(config_.prefetch_distance, config_.layers) - 1, -1,
                      static_cast<std::int64_t>(embedded) * stored_ * config_.embedding_work);
     }
+    if (config_.popular_start) {
+        queue_popular();
+    }
+    if (config_.predictor == PredictorKind::plugin) {
+        ask_user([&] { return user_->begin_iteration(rows_->rows, embeddings); });
+    }
     return settle(time_s);
 }
 
 std::uint64_t Core::gate(int layer, std::span<const std::uint16_t> probabilities,
-                         std::span<const int> experts, std::span<const int> token_counts, double time_s) {
+                         std::span<const int> experts, std::span<const int> token_counts, double time_s,
+                         std::span<const std::int32_t> row_counts) {
     const std::scoped_lock lock(mutex_);
     require_running();
     require(open_ && layer == layer_now_ + 1 && layer < config_.layers, "gate: not the next layer");
@@ -122,6 +162,7 @@ std::uint64_t Core::gate(int layer, std::span<const std::uint16_t> probabilities
                 "gate: experts are not ascending numbers below J");
         require(token_counts[i] > 0, "gate: an expert without tokens");
     }
+    check_row_counts(row_counts, experts, token_counts);
     layer_now_ = layer;
     ++gates_;
     foresight_.advance(step());
@@ -130,16 +171,26 @@ std::uint64_t Core::gate(int layer, std::span<const std::uint16_t> probabilities
                        rows_->gates.begin() + static_cast<std::ptrdiff_t>(layer) * rows * config_.experts,
                        half_to_float);
     }
+    if (activation_ != nullptr) {
+        count_tokens(row_counts);
+    }
     log_.add(record(RecordKind::gate, time_s), [&](LogColumns& c) {
         c.experts.values.insert(c.experts.values.end(), experts.begin(), experts.end());
         c.token_counts.values.insert(c.token_counts.values.end(), token_counts.begin(), token_counts.end());
+        c.token_counts.values.insert(c.token_counts.values.end(), row_counts.begin(), row_counts.end());
         c.values.values.insert(c.values.values.end(), probabilities.begin(), probabilities.end());
     });
     require_experts(experts);
-    if (config_.predictor == PredictorKind::map && config_.trajectory && stored_ > 0 &&
-        layer + config_.prefetch_distance < config_.layers) {
-        issue_search(SearchKind::trajectory, layer, layer + config_.prefetch_distance, -1,
+    const bool later = config_.targets == Targets::later;
+    const bool searches = (config_.predictor == PredictorKind::map && config_.trajectory) ||
+                          config_.predictor == PredictorKind::activation;
+    if (searches && stored_ > 0 && layer + (later ? 1 : config_.prefetch_distance) < config_.layers) {
+        issue_search(SearchKind::trajectory, layer,
+                     later ? config_.layers - 1 : layer + config_.prefetch_distance, -1,
                      static_cast<std::int64_t>(rows) * stored_ * config_.experts);
+    }
+    if (config_.predictor == PredictorKind::plugin) {
+        ask_user([&] { return user_->gate(layer, probabilities, row_counts); });
     }
     return settle(time_s);
 }
@@ -166,6 +217,8 @@ std::uint64_t Core::computed(int layer, std::span<const ExpertId> experts, doubl
     }
     if (chunk_.empty() && !rest_.empty()) {
         form_chunk();
+    } else if (chunk_.empty() && config_.layer_quota > 0) {
+        trim_layer();
     }
     return settle(time_s);
 }
@@ -181,12 +234,16 @@ std::uint64_t Core::computed_chunk(double time_s) {
     return computed(layer, chunk, time_s);
 }
 
-std::uint64_t Core::end_iteration(double time_s) {
+std::uint64_t Core::end_iteration(double time_s, const std::vector<std::int64_t>& finished) {
     const std::scoped_lock lock(mutex_);
     require_running();
     require(open_ && layer_now_ == config_.layers - 1 && chunk_.empty() && rest_.empty(),
             "end_iteration: the last layer is not computed");
-    log_.add(record(RecordKind::end_iteration, time_s));
+    const std::set<std::int64_t> done(finished.begin(), finished.end());
+    require(done.size() == finished.size(), "end_iteration: a request finished twice");
+    log_.add(record(RecordKind::end_iteration, time_s), [&](LogColumns& c) {
+        c.requests.values.insert(c.requests.values.end(), finished.begin(), finished.end());
+    });
     open_ = false;
     for (Device& d : devices_) {
         counters_.dropped += static_cast<std::int64_t>(d.queue.size());
@@ -203,12 +260,25 @@ std::uint64_t Core::end_iteration(double time_s) {
             e.frequency *= config_.frequency_decay;
         }
     }
-    if (config_.predictor == PredictorKind::map) {
-        for (int r = 0; r < rows_->batch(); ++r) {
-            const bool embedded = rows_->rows[static_cast<std::size_t>(r)].has_embedding;
+    for (int r = 0; r < rows_->batch(); ++r) {
+        const Row& row = rows_->rows[static_cast<std::size_t>(r)];
+        const bool map = config_.predictor == PredictorKind::map;
+        if (map || (config_.predictor == PredictorKind::activation && done.contains(row.request))) {
+            const std::int64_t embedding_work = map && row.has_embedding ? config_.embedding_work : 0;
             issue_search(SearchKind::update, config_.layers - 1, -1, r,
-                         stored_ * ((embedded ? config_.embedding_work : 0) + config_.total_experts()));
+                         stored_ * (embedding_work + config_.total_experts()));
         }
+    }
+    for (const std::int64_t request : finished) {
+        if (activation_ != nullptr) {
+            activation_->forget(request);
+        }
+    }
+    if (config_.predictor == PredictorKind::plugin) {
+        ask_user([&] {
+            user_->end_iteration(finished);
+            return UserPredictions{};
+        });
     }
     return settle(time_s);
 }

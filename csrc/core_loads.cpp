@@ -41,7 +41,7 @@ std::uint64_t Core::settle(double time_s) {
     std::uint64_t mask = (forward_outbox_.empty() ? 0 : kForwardPending) |
                          (search_outbox_.empty() ? 0 : kSearchPending) |
                          (chunk_missing_ == 0 ? kChunkReady : 0) | (chunk_.empty() ? 0 : kChunkOpen) |
-                         (rest_.empty() ? 0 : kMoreChunks);
+                         (rest_.empty() ? 0 : kMoreChunks) | (prefetch_open() ? kPrefetchOpen : 0);
     for (std::size_t g = 0; g < device_outbox_.size(); ++g) {
         mask |= device_outbox_[g].empty() ? 0 : std::uint64_t{1} << (kDeviceShift + g);
     }
@@ -75,10 +75,11 @@ bool Core::start_demand(int g) {
         start_load(g, e, LoadKind::demand, at(e).slot, d.partial_bytes, kNone);
         return true;
     }
-    int slot = free_slot(d);
-    ExpertId evicts = kNone;
+    ExpertId evicts = config_.layer_quota > 0 ? quota_victim(d, e) : kNone;
+    int slot = evicts != kNone ? at(evicts).slot : free_slot(d);
     if (slot < 0) {
-        evicts = victim(d);
+        evicts = config_.layer_quota > 0 ? spare_victim(d) : kNone;
+        evicts = evicts != kNone ? evicts : victim(d);
         if (evicts != kNone) {
             slot = at(evicts).slot;
         } else if (d.partial != kNone && !at(d.partial).pinned) {
@@ -102,23 +103,17 @@ void Core::start_prefetch(int g) {
     ExpertId chosen = kNone, evicts = kNone;
     if (config_.predictor == PredictorKind::oracle) {
         chosen = oracle_choice(g, evicts);
-    } else if (!d.queue.empty()) {
-        double best = -1.0;
-        for (const QueueEntry& entry : d.queue) {  // priority p / (l − l_now)
-            const int layer = layer_of(entry.expert);
-            const double priority = static_cast<double>(entry.p) / (layer - layer_now_);
-            if (priority > best || (priority == best && entry.expert < chosen)) {
-                best = priority;
-                chosen = entry.expert;
-            }
-        }
+    } else {
+        chosen = next_queued(d);
     }
     if (chosen == kNone) {
         return;
     }
     int slot = free_slot(d);
     if (slot < 0) {
-        evicts = evicts != kNone ? evicts : victim(d);
+        if (evicts == kNone) {
+            evicts = config_.layer_quota > 0 ? spare_victim(d) : victim(d);
+        }
         if (evicts == kNone) {
             return;
         }
@@ -129,34 +124,49 @@ void Core::start_prefetch(int g) {
     start_load(g, chosen, LoadKind::prefetch, slot, 0, evicts);
 }
 
+// The queue entry with the largest priority; of equals the lowest id.
+ExpertId Core::next_queued(const Device& d) const {
+    ExpertId chosen = kNone;
+    std::pair<double, double> best;
+    for (const QueueEntry& entry : d.queue) {
+        const int layer = layer_of(entry.expert), ahead = layer - layer_now_;
+        const double p = static_cast<double>(entry.p);
+        std::pair<double, double> priority{0.0, 0.0};
+        switch (config_.priority) {
+            case Priority::distance:
+                priority.first = p / ahead;
+                break;
+            case Priority::depth:
+                priority.first = p * (1.0 - static_cast<double>(ahead) / config_.layers);
+                break;
+            case Priority::layer:
+                priority = {-static_cast<double>(layer), p};
+                break;
+        }
+        if (chosen == kNone || priority > best || (priority == best && entry.expert < chosen)) {
+            best = priority;
+            chosen = entry.expert;
+        }
+    }
+    return chosen;
+}
+
+// Whether anything is still being prefetched for the next layer.
+bool Core::prefetch_open() const {
+    if (!config_.prefetch_blocks) {
+        return false;
+    }
+    const auto next = [&](ExpertId e) { return layer_of(e) == layer_now_ + 1; };
+    return std::any_of(devices_.begin(), devices_.end(), [&](const Device& d) {
+        return d.loading != kNone &&
+               (next(d.loading) || std::any_of(d.queue.begin(), d.queue.end(),
+                                               [&](const QueueEntry& entry) { return next(entry.expert); }));
+    });
+}
+
 int Core::free_slot(const Device& d) const {
     const auto it = std::find(d.slots.begin(), d.slots.end(), kNone);
     return it == d.slots.end() ? -1 : static_cast<int>(it - d.slots.begin());
-}
-
-EvictionView Core::view(ExpertId id) const {
-    const Expert& e = experts_[static_cast<std::size_t>(id)];
-    return {id, e.p, e.frequency, e.stamp, layer_of(id), layer_now_, config_.layers, step(), &foresight_};
-}
-
-ExpertId Core::victim(const Device& d) const {
-    ExpertId best = kNone;
-    EvictionKey best_key;
-    for (const ExpertId id : d.slots) {
-        if (id == kNone) {
-            continue;
-        }
-        const Expert& e = experts_[static_cast<std::size_t>(id)];
-        if (e.status != Status::resident || e.pinned) {
-            continue;
-        }
-        const EvictionKey key = eviction_->key(view(id));
-        if (best == kNone || key < best_key) {
-            best = id;
-            best_key = key;
-        }
-    }
-    return best;
 }
 
 void Core::start_load(int g, ExpertId e, LoadKind kind, int slot, std::int64_t offset, ExpertId evicts) {
@@ -193,6 +203,8 @@ void Core::evict(ExpertId id) {
     ++counters_.evictions;
     counters_.wasted_bytes += e.unused ? config_.expert_bytes : 0;
     e.unused = false;
+    e.privileged = false;
+    e.spare = false;
     became_absent(id);
     if (config_.frequency == FrequencyRule::residency) {
         e.frequency = 1.0;

@@ -18,10 +18,33 @@ void Core::require_experts(std::span<const int> activated) {
             rest_.push_back(base + j);
         }
     }
+    count_hits(activated);
+    for (const ExpertId id : rest_) {
+        Expert& e = at(id);
+        e.required = true;
+        e.spare = false;
+        e.frequency += 1.0;
+        e.stamp = gates_;
+        if (e.status == Status::resident) {
+            e.pinned = true;
+            counters_.useful_bytes += e.unused ? config_.expert_bytes : 0;
+            e.unused = false;
+            if (config_.eviction == EvictionKind::lfru) {
+                privilege(id);
+            }
+        } else if (e.status == Status::loading) {  // late: it keeps loading and is waited for
+            e.pinned = true;
+        }
+    }
+    purge_queues();
+    form_chunk();
+}
+
+void Core::count_hits(std::span<const int> activated) {
     const auto cell = static_cast<std::size_t>((phase_ == Phase::prefill ? 0 : config_.layers) + layer_now_);
     std::int64_t hits = 0, late = 0;
     for (const int j : activated) {
-        const Status status = at(base + j).status;
+        const Status status = at(layer_now_ * config_.experts + j).status;
         hits += status == Status::resident ? 1 : 0;
         late += status == Status::loading ? 1 : 0;
     }
@@ -32,21 +55,6 @@ void Core::require_experts(std::span<const int> activated) {
     activated_ += count;
     hits_ += hits;
     late_ += late;
-    for (const ExpertId id : rest_) {
-        Expert& e = at(id);
-        e.required = true;
-        e.frequency += 1.0;
-        e.stamp = gates_;
-        if (e.status == Status::resident) {
-            e.pinned = true;
-            counters_.useful_bytes += e.unused ? config_.expert_bytes : 0;
-            e.unused = false;
-        } else if (e.status == Status::loading) {  // late: it keeps loading and is waited for
-            e.pinned = true;
-        }
-    }
-    purge_queues();
-    form_chunk();
 }
 
 // Entries of this layer and before have had their chance; the required ones are demanded by the chunk.
@@ -69,10 +77,10 @@ void Core::form_chunk() {
     chunk_missing_ = 0;
     std::vector<std::size_t> room(devices_.size());
     for (std::size_t g = 0; g < devices_.size(); ++g) {
-        room[g] = devices_[g].slots.size();
+        room[g] = devices_[g].slots.size() - devices_[g].kept;
     }
     for (const ExpertId e : rest_) {
-        if (at(e).pinned) {
+        if (at(e).pinned && !at(e).kept) {
             --room[static_cast<std::size_t>(config_.device_of(e))];
         }
     }

@@ -1,11 +1,7 @@
-// Tickets: searches and store updates in one order, and what their results put into the prefetch queues (rule
-// 10).
+// Tickets: searches and store updates in one order (rule 10).
 #include <algorithm>
-#include <cmath>
 
 #include "core.hpp"
-#include "f16.hpp"
-#include "search/select.hpp"
 
 namespace finemoe {
 
@@ -70,7 +66,7 @@ void Core::run_searches(std::int64_t ticket) {
             }
             request = next->request;
         }
-        SearchResult result = searcher_.run(request);
+        SearchResult result = engine_->run(request);
         const std::scoped_lock lock(mutex_);
         const auto mine = std::find_if(tickets_.begin(), tickets_.end(),
                                        [&](const Ticket& t) { return t.request.ticket == request.ticket; });
@@ -96,7 +92,7 @@ std::uint64_t Core::search_done(std::int64_t ticket, double time_s) {
             "search_done: ticket " + std::to_string(ticket) + " is not the oldest that is not done");
     // A worker has run it beforehand; in the simulator and in a replay it runs here.
     while (Ticket* next = next_to_run(ticket)) {
-        next->result = searcher_.run(next->request);
+        next->result = engine_->run(next->request);
     }
     while (tickets_.front().request.ticket != ticket) {
         tickets_.pop_front();  // abandoned ones may be left out
@@ -124,68 +120,6 @@ std::uint64_t Core::search_done(std::int64_t ticket, double time_s) {
         counters_.late_searches += used ? 0 : 1;
     }
     return settle(time_s);
-}
-
-std::uint64_t Core::speculation(int layer, int target, std::span<const std::uint16_t> probabilities,
-                                double time_s) {
-    const std::scoped_lock lock(mutex_);
-    require_running();
-    require(config_.predictor == PredictorKind::speculate, "speculation: this predictor takes none");
-    require(open_ && layer == layer_now_ && target > layer && target < config_.layers,
-            "speculation: made at the current layer for a later one");
-    const auto batch = static_cast<std::size_t>(rows_->batch());
-    check_probabilities(probabilities, batch * static_cast<std::size_t>(config_.experts));
-    Record logged = record(RecordKind::speculation, time_s);
-    logged.layer = layer;
-    logged.target = target;
-    log_.add(logged, [&](LogColumns& c) {
-        c.values.values.insert(c.values.values.end(), probabilities.begin(), probabilities.end());
-    });
-    std::vector<float> rows(probabilities.size());
-    std::transform(probabilities.begin(), probabilities.end(), rows.begin(), half_to_float);
-    apply_predictions(target, rows, std::vector<float>(batch, 1.0F));  // δ = 0: the top K
-    return settle(time_s);
-}
-
-// One target layer: the union of the rows' δ sets replaces what was queued for it; the largest p ranks each
-// expert.
-void Core::apply_predictions(int layer, std::span<const float> predicted, std::span<const float> scores) {
-    const auto width = static_cast<std::size_t>(config_.experts);
-    std::vector<char>& chosen = chosen_;
-    std::vector<float>& rank = rank_;
-    chosen.assign(width, 0);
-    rank.assign(width, 0.0F);
-    bool any = false;
-    for (std::size_t r = 0; r < scores.size(); ++r) {
-        if (scores[r] == kNoScore) {
-            continue;
-        }
-        any = true;
-        const auto row = predicted.subspan(r * width, width);
-        select_experts(row, delta_of(scores[r]), config_.top_k, chosen, taken_);
-        const Row& of = rows_->rows[r];
-        for (std::size_t j = 0; j < width; ++j) {
-            float p = row[j];
-            if (config_.rank_prefill_by_tokens && of.phase == Phase::prefill) {
-                p = static_cast<float>(1.0 - std::pow(1.0 - static_cast<double>(p), of.tokens));
-            }
-            rank[j] = std::max(rank[j], p);
-        }
-    }
-    if (!any) {
-        return;
-    }
-    for (Device& d : devices_) {
-        counters_.dropped += static_cast<std::int64_t>(
-            std::erase_if(d.queue, [&](const QueueEntry& entry) { return layer_of(entry.expert) == layer; }));
-    }
-    for (std::size_t j = 0; j < width; ++j) {
-        const ExpertId id = layer * config_.experts + static_cast<ExpertId>(j);
-        at(id).p = rank[j];
-        if (chosen[j] != 0 && at(id).status == Status::absent) {
-            device_of(id).queue.push_back({id, rank[j]});
-        }
-    }
 }
 
 }  // namespace finemoe

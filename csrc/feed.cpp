@@ -39,6 +39,10 @@ void Feed::add(std::int64_t request, RequestRouting v) {
     for (const std::uint16_t e : v.experts) {
         need(e < experts_, who + "expert " + std::to_string(e) + " is not below J");
     }
+    for (const auto& [distance, rows] : v.speculation) {
+        need(distance >= 1 && distance < layers_ && rows.size() == v.gate.size(),
+             who + "speculation is not [n, L, J] at a distance below L");
+    }
     const std::scoped_lock lock(mutex_);
     requests_[request] = std::make_shared<const RequestRouting>(std::move(v));
 }
@@ -125,7 +129,40 @@ std::uint64_t Feed::gate(Core& core, int layer, double time_s) {
             required_counts_.push_back(counts[j]);
         }
     }
-    return core.gate(layer, buffer_, required_, required_counts_, time_s);
+    row_counts_.clear();
+    if (core.config().row_counts()) {
+        collect_row_counts(layer);
+    }
+    return core.gate(layer, buffer_, required_, required_counts_, time_s, row_counts_);
+}
+
+void Feed::collect_row_counts(int layer) {
+    row_counts_.assign(selected_.size() * static_cast<std::size_t>(experts_), 0);
+    for (std::size_t r = 0; r < selected_.size(); ++r) {
+        const RequestRouting& v = *selected_[r].routing;
+        const auto cell = static_cast<std::size_t>(selected_[r].iteration * layers_ + layer);
+        for (std::int64_t i = v.offsets[cell]; i < v.offsets[cell + 1]; ++i) {
+            const auto k = static_cast<std::size_t>(i);
+            row_counts_[r * static_cast<std::size_t>(experts_) + v.experts[k]] += v.token_counts[k];
+        }
+    }
+}
+
+std::uint64_t Feed::speculation(Core& core, int layer, int target, double time_s) {
+    need(layer >= 0 && layer < target && target < layers_, "speculation: no such layer or target");
+    const std::scoped_lock lock(mutex_);
+    const auto width = static_cast<std::size_t>(experts_);
+    buffer_.resize(selected_.size() * width);
+    for (std::size_t r = 0; r < selected_.size(); ++r) {
+        const auto& rows = selected_[r].routing->speculation;
+        const auto found = rows.find(target - layer);
+        need(found != rows.end(), "request " + std::to_string(rows_[r].request) +
+                                      " has no speculation at distance " + std::to_string(target - layer));
+        const auto cell = static_cast<std::size_t>(selected_[r].iteration * layers_ + layer);
+        const auto from = std::span(found->second).subspan(cell * width, width);
+        std::copy(from.begin(), from.end(), buffer_.begin() + static_cast<std::ptrdiff_t>(r * width));
+    }
+    return core.speculation(layer, target, buffer_, time_s);
 }
 
 std::uint64_t Feed::foresee(Core& core, std::int64_t step, std::span<const std::int64_t> requests,

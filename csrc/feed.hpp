@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -19,8 +20,9 @@ struct RequestRouting {
     std::vector<std::uint16_t> gate;     // f16 [n, L, J]
     std::vector<std::uint16_t> experts;  // ascending per (iteration, layer)
     std::vector<std::int32_t> token_counts;
-    std::vector<std::int64_t> offsets;     // [n · L + 1]
-    std::vector<std::uint16_t> embedding;  // f16 [n, h] or empty
+    std::vector<std::int64_t> offsets;                      // [n · L + 1]
+    std::vector<std::uint16_t> embedding;                   // f16 [n, h] or empty
+    std::map<int, std::vector<std::uint16_t>> speculation;  // distance → f16 [n, L, J]
 };
 
 class Feed {
@@ -37,6 +39,8 @@ class Feed {
 
     std::uint64_t begin_iteration(Core& core, double time_s);
     std::uint64_t gate(Core& core, int layer, double time_s);
+    // What `layer` predicts for `target`; every selected request must have rows for that distance.
+    std::uint64_t speculation(Core& core, int layer, int target, double time_s);
 
     int layers() const { return layers_; }
     int experts() const { return experts_; }
@@ -53,6 +57,7 @@ class Feed {
         Shared routing;
         std::int64_t iteration = 0;
     };
+    void collect_row_counts(int layer);
     const Shared& routing(std::int64_t request) const;
 
     int layers_, experts_, width_;
@@ -62,6 +67,7 @@ class Feed {
     std::vector<std::int32_t> counts_;
     std::vector<std::uint16_t> buffer_;
     std::vector<int> required_, required_counts_;
+    std::vector<std::int32_t> row_counts_;
     mutable std::mutex mutex_;
 };
 

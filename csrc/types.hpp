@@ -16,8 +16,11 @@ struct CoreError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-enum class PredictorKind : std::uint8_t { none, map, speculate, oracle };
-enum class EvictionKind : std::uint8_t { finemoe, lru, lfu, belady };
+enum class PredictorKind : std::uint8_t { none, map, speculate, activation, oracle, plugin };
+enum class Targets : std::uint8_t { distance, later };
+enum class Selector : std::uint8_t { delta, top_k, positive };
+enum class Priority : std::uint8_t { distance, depth, layer };
+enum class EvictionKind : std::uint8_t { finemoe, lru, lfu, lfru, activation, belady, plugin };
 enum class FrequencyRule : std::uint8_t { run, residency };
 enum class LoadShape : std::uint8_t { expert, layer };
 enum class PreemptScope : std::uint8_t { device, all };
@@ -35,6 +38,10 @@ struct CoreConfig {
     PredictorKind predictor = PredictorKind::none;
     bool semantic = false;
     bool trajectory = false;
+    Targets targets = Targets::distance;
+    bool popular_start = false;
+    Selector selector = Selector::delta;
+    Priority priority = Priority::distance;
     int prefetch_distance = 1;
     int store_capacity = 1;
     int embedding_width = 0;
@@ -44,12 +51,18 @@ struct CoreConfig {
     double frequency_decay = 1.0;
     bool rank_prefill_by_tokens = false;
     LoadShape load_shape = LoadShape::expert;
+    int layer_quota = 0;
     bool search_blocks = false;
+    bool prefetch_blocks = false;
     PreemptScope preempt_scope = PreemptScope::device;
-    bool preloaded = false;
 
     int total_experts() const { return layers * experts; }
     int device_of(ExpertId expert) const { return expert % devices; }
+    // Whether gates come with each row's tokens per expert.
+    bool row_counts() const {
+        return predictor == PredictorKind::activation || predictor == PredictorKind::plugin ||
+               eviction == EvictionKind::activation;
+    }
     // Throws CoreError naming the setting and its value.
     void validate() const;
 };
@@ -64,6 +77,7 @@ struct Row {
 
 enum class RecordKind : std::uint8_t {
     seed_store,
+    preload,
     begin_iteration,
     gate,
     speculation,
@@ -107,8 +121,9 @@ inline constexpr std::uint64_t kSearchPending = 2;   // the search outbox has
 inline constexpr std::uint64_t kChunkReady = 4;      // every expert of the current chunk is resident
 inline constexpr std::uint64_t kChunkOpen = 8;       // the current chunk has experts to compute
 inline constexpr std::uint64_t kMoreChunks = 16;     // the layer goes on after it
-inline constexpr int kDeviceShift = 5;               // bit 5 + g: the outbox of device g has commands
-inline constexpr int kMaxDevices = 58;
+inline constexpr std::uint64_t kPrefetchOpen = 32;   // a prefetch of the next layer is under way
+inline constexpr int kDeviceShift = 6;               // bit 6 + g: the outbox of device g has commands
+inline constexpr int kMaxDevices = 57;
 
 // Sums over phases and layers, and the bytes that demand loads moved: what a world notes per iteration.
 struct Totals {

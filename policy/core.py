@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
 
 from .._core import (
     CHUNK_OPEN,
@@ -14,13 +16,14 @@ from .._core import (
     DEVICE_SHIFT,
     FORWARD_PENDING,
     MORE_CHUNKS,
+    PREFETCH_OPEN,
     SEARCH_PENDING,
     Core,
     CoreConfig,
     Feed,
     Searcher,
 )
-from .systems import System
+from .system import System
 
 __all__ = [
     "CHUNK_OPEN",
@@ -29,17 +32,24 @@ __all__ = [
     "FORWARD_PENDING",
     "MORE_CHUNKS",
     "OUTBOXES",
+    "PREFETCH_OPEN",
     "SEARCH_PENDING",
     "Core",
     "CoreConfig",
     "Feed",
     "Searcher",
     "core_options",
+    "layer_quota",
     "make_config",
+    "owned_experts",
+    "popular_experts",
 ]
 
 #: Bits of an event's mask that say that a device or the search worker has commands.
 OUTBOXES = SEARCH_PENDING | -(1 << DEVICE_SHIFT)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Options = dict[str, int | float | str | bool]
 
@@ -67,6 +77,9 @@ def core_options(
     embedding_width: values of the routing's embeddings, 0 where it has none. embedding_work: width charged as
     search work for one of them, the model's own.
     """
+    slots = sum(
+        min(slots_per_device, owned_experts(layers, experts, devices, device)) for device in range(devices)
+    )
     return {
         "layers": layers,
         "experts": experts,
@@ -77,6 +90,10 @@ def core_options(
         "predictor": system.predictor,
         "semantic": system.semantic,
         "trajectory": system.trajectory,
+        "targets": system.targets,
+        "popular_start": system.popular_start,
+        "selector": system.selector,
+        "priority": system.priority,
         "prefetch_distance": prefetch_distance,
         "store_capacity": store_capacity,
         "embedding_width": embedding_width,
@@ -86,10 +103,45 @@ def core_options(
         "frequency_decay": frequency_decay,
         "rank_prefill_by_tokens": rank_prefill_by_tokens,
         "load_shape": system.load_shape,
-        "search_blocks": False,  # no system of the table waits for a search
+        "layer_quota": layer_quota(slots, layers, experts, top_k) if system.layer_cache else 0,
+        "search_blocks": system.search_blocks,
+        "prefetch_blocks": system.prefetch_blocks,
         "preempt_scope": preempt_scope,
-        "preloaded": system.preloaded,
     }
+
+
+def owned_experts(layers: int, experts: int, devices: int, device: int) -> int:
+    """How many experts live on a device: ids are dealt out one by one."""
+    return len(range(device, layers * experts, devices))
+
+
+def layer_quota(slots: int, layers: int, experts: int, top_k: int) -> int:
+    """Experts that each layer keeps of `slots` over all devices, of which the top K stage prefetches.
+
+    0: less than one per layer; the cache is then one for all layers.
+    """
+    return experts if slots >= layers * experts else max(0, (slots - top_k) // layers)
+
+
+def popular_experts(
+    counts: NDArray[np.int64], *, devices: int, slots_per_device: int, top_k: int
+) -> list[int]:
+    """Ids to preload: per device those with most tokens in `counts` [L, J], ties to the lower id.
+
+    A device that cannot hold all its experts keeps slots free for those passing through: as many as one token
+    may need there, min(K, experts of a layer on the device), and at least one.
+    """
+    layers, experts = counts.shape
+    kept: list[int] = []
+    for device in range(devices):
+        owned = np.arange(device, layers * experts, devices)
+        if slots_per_device >= len(owned):
+            kept += owned.tolist()
+            continue
+        passing = min(top_k, -(-experts // devices), slots_per_device)
+        order = np.argsort(-counts.ravel()[owned], kind="stable")
+        kept += owned[order[: slots_per_device - passing]].tolist()
+    return sorted(kept)
 
 
 def make_config(options: Mapping[str, int | float | str | bool]) -> CoreConfig:

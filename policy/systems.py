@@ -1,52 +1,76 @@
-"""The table of named systems: compositions of predictor, selector, eviction and timing over one core.
-
-To add one, add a row (docs/adding-a-system.md).
-"""
+"""The table of named systems. Each row's source says where its mechanism is written down."""
 
 from __future__ import annotations
 
 import difflib
-from typing import Literal
+from typing import Any
 
 import msgspec
 
 from ..errors import SettingError
+from .system import Eviction, System
 
-Predictor = Literal["none", "map", "speculate", "oracle"]
-Eviction = Literal["finemoe", "lru", "lfu", "belady"]
+_PAPER = "FineMoE, EuroSys '26, arXiv 2502.05370"
 
+_FINEMOE = System(
+    name="finemoe",
+    description="expert maps: semantic and trajectory search, δ sets; smallest p·freq evicted",
+    source=_PAPER,
+    predictor="map",
+    semantic=True,
+    trajectory=True,
+    selector="delta",
+    eviction="finemoe",
+)
 
-class System(msgspec.Struct, frozen=True, kw_only=True):
-    """One row: what the core is configured to do, and how the world times it."""
-
-    name: str
-    description: str
-    #: where the mechanism is written down
-    source: str
-    predictor: Predictor = "none"
-    #: map searches that run (predictor `map`)
-    semantic: bool = False
-    trajectory: bool = False
-    eviction: Eviction = "lru"
-    #: `layer`: every gate loads all experts of its layer
-    load_shape: Literal["expert", "layer"] = "expert"
-    #: `as_ready`: resident experts are computed while others are loaded; `all`: one grouped kernel per chunk
-    compute_order: Literal["all", "as_ready"] = "all"
-    #: every expert is resident from the start, whatever the cache size says
-    preloaded: bool = False
-    #: False where the system has no hits by definition
-    hit_rate_defined: bool = True
-
-
-_ROWS = (
+_SYSTEMS = (
+    _FINEMOE,
     System(
-        name="finemoe",
-        description="expert maps: semantic and trajectory search, δ sets; smallest p·freq evicted",
-        source="FineMoE, EuroSys '26, arXiv 2502.05370",
-        predictor="map",
-        semantic=True,
-        trajectory=True,
-        eviction="finemoe",
+        name="moe-infinity",
+        description="request-level activation matrices, searched and waited for at every gate; all later "
+        "layers queued; smallest share of tokens evicted",
+        source="MoE-Infinity, arXiv 2401.14361, and its public code",
+        predictor="activation",
+        targets="later",
+        popular_start=True,
+        selector="positive",
+        priority="depth",
+        eviction="activation",
+        search_blocks=True,
+    ),
+    System(
+        name="promoe",
+        description="predicts 5 layers ahead (proxy: that layer's gate on this layer's hidden state), lowest "
+        "layer first; resident experts computed first; LRU",
+        source="ProMoE, arXiv 2410.22134",
+        predictor="speculate",
+        distance=5,
+        first_window=True,
+        priority="layer",
+        compute_order="as_ready",
+    ),
+    System(
+        name="mixtral-offloading",
+        description="the next layer's gate on this layer's hidden state, top K staged and waited for; LRU "
+        "per layer",
+        source="Mixtral-Offloading, arXiv 2312.17238, and its public code",
+        predictor="speculate",
+        distance=1,
+        layer_cache=True,
+        prefetch_blocks=True,
+    ),
+    System(
+        name="deepspeed",
+        description="every layer loads all its non-resident experts, blocking; LRU cache (ours to state)",
+        source="DeepSpeed-Inference as evaluated in arXiv 2502.05370 §6.1",
+        load_shape="layer",
+        hit_rate_defined=False,
+    ),
+    System(
+        name="static",
+        description="the most popular experts stay on the device for the whole run, the others pass through",
+        source="common practice in llama.cpp and KTransformers",
+        preload="popular",
     ),
     System(
         name="lru",
@@ -60,17 +84,17 @@ _ROWS = (
         eviction="lfu",
     ),
     System(
-        name="deepspeed",
-        description="every layer loads all its non-resident experts, blocking; LRU cache (ours to state)",
-        source="DeepSpeed-Inference as evaluated in arXiv 2502.05370 §6.1",
-        load_shape="layer",
-        hit_rate_defined=False,
+        name="lfru",
+        description="demand loads only; experts hit while resident are privileged (LRU, half of the slots), "
+        "of the others the least frequently required is evicted",
+        source="least frequent recently used, Bilal and Kang 2017, arXiv 1702.04078",
+        eviction="lfru",
     ),
     System(
         name="no-offload",
         description="all experts resident; an error if they do not fit",
         source="lower bound of every time",
-        preloaded=True,
+        preload="all",
     ),
     System(
         name="oracle",
@@ -82,7 +106,46 @@ _ROWS = (
     ),
 )
 
-SYSTEMS: dict[str, System] = {system.name: system for system in _ROWS}
+# Fig. 14a's ways to predict, each under Fig. 14b's ways to evict. `map-tsd` is `finemoe` itself.
+_TRACKING: dict[str, tuple[str, dict[str, Any]]] = {
+    "speculate": (
+        "the gate of layer l + d on the hidden state of layer l",
+        {"predictor": "speculate", "semantic": False, "trajectory": False, "selector": "top_k"},
+    ),
+    "hit-count": (
+        "the nearest request-level activation matrix",
+        {"predictor": "activation", "semantic": False, "trajectory": False, "selector": "top_k"},
+    ),
+    "map-t": ("trajectory search, top K", {"semantic": False, "selector": "top_k"}),
+    "map-ts": ("trajectory and semantic search, top K", {"selector": "top_k"}),
+    "map-tsd": ("trajectory and semantic search, δ sets", {}),
+}
+_CACHES: dict[str, Eviction] = {"": "finemoe", "+lru": "lru", "+lfu": "lfu"}
+
+_ABLATIONS = (
+    *(
+        msgspec.structs.replace(
+            _FINEMOE,
+            name=f"{name}{ending}",
+            description=f"{what}; {eviction} eviction",
+            source=f"{_PAPER}, Fig. 14",
+            group="ablation",
+            eviction=eviction,
+            **changes,
+        )
+        for name, (what, changes) in _TRACKING.items()
+        for ending, eviction in _CACHES.items()
+    ),
+    msgspec.structs.replace(
+        next(row for row in _SYSTEMS if row.name == "mixtral-offloading"),
+        name="mixtral-offloading+wb",
+        description="mixtral-offloading whose loads each copy an expert back to the host, as its code does",
+        group="ablation",
+        write_back=True,
+    ),
+)
+
+SYSTEMS: dict[str, System] = {system.name: system for system in (*_SYSTEMS, *_ABLATIONS)}
 
 
 def find_system(name: str) -> System:
@@ -91,4 +154,19 @@ def find_system(name: str) -> System:
         return SYSTEMS[name]
     near = difflib.get_close_matches(name, SYSTEMS, n=1)
     hint = f"Did you mean {near[0]}? " if near else ""
-    raise SettingError(f"--policy {name} is no known system. {hint}Known: {', '.join(SYSTEMS)}, or all.")
+    raise SettingError(
+        f"--policy {name} is no known system. {hint}Known: {', '.join(SYSTEMS)}; or all, ablations."
+    )
+
+
+def find_systems(names: tuple[str, ...]) -> list[System]:
+    """The rows of these names; `all` stands for every system but the ablations, `ablations` for those."""
+    groups = {"all": "system", "ablations": "ablation"}
+    found: list[System] = []
+    for name in names:
+        if name in groups:
+            rows = [row for row in SYSTEMS.values() if row.group == groups[name]]
+        else:
+            rows = [find_system(name)]
+        found += [row for row in rows if row not in found]
+    return found

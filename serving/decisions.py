@@ -22,6 +22,7 @@ from ..errors import TraceError
 #: by the numbers of csrc/types.hpp: RecordKind
 KINDS = (
     "seed_store",
+    "preload",
     "begin_iteration",
     "gate",
     "speculation",

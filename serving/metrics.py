@@ -59,7 +59,7 @@ class CellSummary(msgspec.Struct, frozen=True, kw_only=True):
     expert_cache_bytes: int | None
     hardware: str = ""  # name of the profile
     rate_per_s: float | None = None  # asked for; null: the trace's own
-    status: str  # OK · OVERLOADED … · DOES NOT FIT: … · NOT RUN: …
+    status: str  # OK · OVERLOADED … · INACTIVE: … · DOES NOT FIT: … · NOT RUN: …
     requests: int = 0  # finished and counted
     iterations: int = 0  # counted steps
     ttft_s: Distribution = Distribution()
@@ -101,7 +101,7 @@ class CellSummary(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ran(self) -> bool:
         """Whether the cell was run to its end."""
-        return not self.status.startswith(("DOES NOT FIT", "NOT RUN"))
+        return not self.status.startswith(("INACTIVE", "DOES NOT FIT", "NOT RUN"))
 
 
 def distribution(sample: NDArray[np.float64] | None) -> Distribution:

@@ -276,7 +276,16 @@ def _begin_iteration(rows: _Rows, core: Core, i: int, time_s: float) -> None:
 
 def _gate(rows: _Rows, core: Core, i: int, time_s: float) -> None:
     experts, counts = rows.items("experts", i).tolist(), rows.items("token_counts", i).tolist()
-    core.gate(int(rows.column("layer")[i]), rows.gate_rows(i), experts, counts, time_s)
+    # After the token counts of the experts come those of each row, where the predictor needs them.
+    row_counts = np.array(counts[len(experts) :], np.int32).reshape(-1, rows.experts)
+    core.gate(
+        int(rows.column("layer")[i]),
+        rows.gate_rows(i),
+        experts,
+        counts[: len(experts)],
+        time_s,
+        row_counts if row_counts.size else None,
+    )
 
 
 def _foresight(rows: _Rows, core: Core, i: int, time_s: float) -> None:
@@ -287,6 +296,7 @@ def _foresight(rows: _Rows, core: Core, i: int, time_s: float) -> None:
 
 _FEEDERS: dict[str, Callable[[_Rows, Core, int, float], object]] = {
     "seed_store": _seed_store,
+    "preload": lambda rows, core, i, t: core.preload(rows.items("experts", i).tolist(), t),
     "begin_iteration": _begin_iteration,
     "gate": _gate,
     "speculation": lambda rows, core, i, t: core.speculation(
@@ -303,6 +313,6 @@ _FEEDERS: dict[str, Callable[[_Rows, Core, int, float], object]] = {
     "computed": lambda rows, core, i, t: core.computed(
         int(rows.column("layer")[i]), rows.items("experts", i).tolist(), t
     ),
-    "end_iteration": lambda rows, core, i, t: core.end_iteration(t),
+    "end_iteration": lambda rows, core, i, t: core.end_iteration(t, rows.items("requests", i).tolist()),
     "foresight": _foresight,
 }

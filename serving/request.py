@@ -39,6 +39,11 @@ class RequestState:
         return 1 if self.generated else self.request.prompt_tokens
 
     @property
+    def last(self) -> bool:
+        """Whether the next iteration yields the last output token."""
+        return self.generated + 1 >= self.request.output_tokens
+
+    @property
     def finished(self) -> bool:
         """Whether every output token exists."""
         return self.generated >= self.request.output_tokens

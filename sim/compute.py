@@ -112,6 +112,10 @@ class ComputeModel:
         slowest = max(sums)
         return slowest + self._launch_s if slowest > 0.0 else 0.0
 
+    def gate_s(self, tokens: int) -> float:
+        """Another layer's router applied to this layer's hidden states: one product and its launch."""
+        return self._product_s(self._model.hidden_size * self._model.experts, tokens) + self._launch_s
+
     def exchange_s(self, tokens: int) -> float:
         """Sending one layer's activations to the experts' devices and back; 0 with one device.
 

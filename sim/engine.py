@@ -11,8 +11,10 @@ from ..policy.core import (
     CHUNK_OPEN,
     CHUNK_READY,
     DEVICE_SHIFT,
+    FORWARD_PENDING,
     MORE_CHUNKS,
     OUTBOXES,
+    PREFETCH_OPEN,
     SEARCH_PENDING,
     Core,
     Feed,
@@ -27,7 +29,7 @@ from .search_worker import SearchWorker
 if TYPE_CHECKING:
     from ..calibration.profile import HardwareProfile
     from ..policy.models import ModelSpec
-    from ..policy.systems import System
+    from ..policy.system import System
     from ..serving.scheduler import Step
 
 _READY_WHOLE = CHUNK_READY | MORE_CHUNKS  # only the first: the whole layer can be computed
@@ -47,6 +49,7 @@ class Engine:
         compute: ComputeModel,
         profile: HardwareProfile,
         system: System,
+        prefetch_distance: int,
     ) -> None:
         self._env = env
         self._core = core
@@ -56,16 +59,21 @@ class Engine:
         self._compute = compute
         self._slowdown = profile.copy_slowdown
         self._as_ready = system.compute_order == "as_ready"
+        self._speculated = [
+            system.speculated(layer, model.layers, prefetch_distance) for layer in range(model.layers)
+        ]
+        self._speculates = system.predictor == "speculate"
         self._copies = Copies()
         self.links = [
-            Link(env, core, device, profile, self._copies, self.deliver) for device in range(profile.devices)
+            Link(env, core, device, profile, self._copies, self.deliver, write_back=system.write_back)
+            for device in range(profile.devices)
         ]
         self._link_of = {1 << device: link for device, link in enumerate(self.links)}
         self.worker = SearchWorker(env, core, profile, self.deliver)
         self.foresight = Foresight(core, feed, model.layers) if system.predictor == "oracle" else None
         self.log = IterationLog()
         self.compute_s = 0.0
-        self._stall_s = self._computed_s = 0.0  # of the iteration
+        self._stall_s = self._search_wait_s = self._computed_s = 0.0  # of the iteration
         self._link_busy_s = 0.0  # of all links, until the end of the last iteration
         self._ended_s = 0.0
         self._timer = Timer(env, ENGINE)
@@ -73,7 +81,7 @@ class Engine:
         # computation that follows it.
         self._wakes = 0
         self._stalled_s = self._then_s = 0.0
-        self._mask = 0
+        self._mask = 0  # the last that was delivered
         self._totals = core.totals()
 
     def deliver(self, mask: int) -> None:
@@ -85,9 +93,9 @@ class Engine:
                 devices &= devices - 1
             if mask & SEARCH_PENDING:
                 self.worker.drain()
+        self._mask = mask
         if mask & self._wakes:
             self._wakes = 0
-            self._mask = mask
             self._stall_s += self._env.now - self._stalled_s
             self._timer.fire(self._compute_s(self._then_s))
 
@@ -100,7 +108,7 @@ class Engine:
         env, core, feed = self._env, self._core, self._feed
         start_s = env.now
         link_busy_s = self._link_busy_s if start_s == self._ended_s else self.link_busy_until(start_s)
-        self._stall_s = self._computed_s = 0.0
+        self._stall_s = self._search_wait_s = self._computed_s = 0.0
         tokens, context, pairs = _sizes(step)
         states = step.requests
         feed.select(
@@ -113,32 +121,47 @@ class Engine:
         expert_s = (self._compute.expert_s(counts) + self._compute.exchange_s(tokens)).tolist()
         attention_s = self._compute.attention_s(tokens, context, score_pairs=pairs)
         overhead_s = self._compute.iteration_overhead_s(tokens, len(states), context, score_pairs=pairs)
-        slow_attention_s = attention_s * self._slowdown
+        gate_s = self._compute.gate_s(tokens) if self._speculates else 0.0
         first_link, start, part_by_part = self.links[0], self._timer.start, self._as_ready
 
         mask = feed.begin_iteration(core, env.now)
         if mask & OUTBOXES:
             self.deliver(mask)
+        if mask & FORWARD_PENDING:
+            yield from self._searches(mask)
         for layer in range(self._layers):
-            layer_s = slow_attention_s if first_link.busy else attention_s
+            layer_s = attention_s + gate_s * len(self._speculated[layer])
+            if first_link.busy:
+                layer_s *= self._slowdown
             self._computed_s += layer_s
             yield start(layer_s)
             mask = feed.gate(core, layer, env.now)
             if mask & OUTBOXES:
                 self.deliver(mask)
+            if self._speculates:
+                for target in self._speculated[layer]:
+                    mask = feed.speculation(core, layer, target, env.now)
+                    self.deliver(mask)
+            if mask & FORWARD_PENDING:
+                yield from self._searches(mask)
+                mask = self._mask
             if mask & _READY_WHOLE == CHUNK_READY:
                 yield start(self._compute_s(expert_s[layer]))
             elif part_by_part or mask & MORE_CHUNKS:
-                yield from self._parts(layer, mask, tokens, counts[layer].tolist())
+                mask = yield from self._parts(layer, mask, tokens, counts[layer].tolist())
+                if mask & PREFETCH_OPEN:
+                    yield from self._prefetches(mask)
                 continue
             else:
                 yield self._stall(CHUNK_READY, expert_s[layer])
             mask = core.computed_chunk(env.now)
             if mask & OUTBOXES:
                 self.deliver(mask)
+            if mask & PREFETCH_OPEN:
+                yield from self._prefetches(mask)
         self._computed_s += overhead_s
         yield start(overhead_s)
-        mask = core.end_iteration(env.now)
+        mask = core.end_iteration(env.now, [state.request.index for state in states if state.last])
         if mask & OUTBOXES:
             self.deliver(mask)
         self._note(step, start_s, tokens, link_busy_s)
@@ -157,8 +180,30 @@ class Engine:
         self._then_s = then_s
         return self._timer.wait()
 
-    def _parts(self, layer: int, mask: int, tokens: int, counts: list[int]) -> Process:
-        """A layer in several parts: chunk by chunk, or whatever is resident while the rest is loaded."""
+    def _searches(self, mask: int) -> Process:
+        """Wait for the searches that the core says to wait for; `_mask` is that of the last event then."""
+        self._mask = mask
+        for _, ticket in self._core.take_forward():
+            began_s = self._env.now
+            yield self.worker.wait(ticket, self._timer)
+            self._search_wait_s += self._env.now - began_s
+
+    def _prefetches(self, mask: int) -> Process:
+        """Wait until nothing is being prefetched for the next layer any more."""
+        stall_s = self._stall_s
+        while mask & PREFETCH_OPEN:
+            yield self._stall(-1, 0.0)
+            mask = self._mask
+        self._search_wait_s += self._stall_s - stall_s
+        self._stall_s = stall_s
+
+    def _parts(
+        self, layer: int, mask: int, tokens: int, counts: list[int]
+    ) -> Generator[simpy.Event, None, int]:
+        """A layer in several parts: chunk by chunk, or whatever is resident while the rest is loaded.
+
+        Returns the last event's mask.
+        """
         core = self._core
         first = layer * self._experts
         wakes = -1 if self._as_ready else CHUNK_READY
@@ -176,6 +221,7 @@ class Engine:
             mask = core.computed(layer, part, self._env.now)
             if mask & OUTBOXES:
                 self.deliver(mask)
+        return mask
 
     def _note(self, step: Step, start_s: float, tokens: int, link_busy_s: float) -> None:
         now_s = self._ended_s = self._env.now
@@ -197,7 +243,7 @@ class Engine:
             activated - hits - late,
             demand_bytes,
             self._stall_s,
-            0.0,
+            self._search_wait_s,
             self._computed_s,
             link_busy_s,
             self._link_busy_s,

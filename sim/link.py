@@ -36,13 +36,16 @@ class Link:
         profile: HardwareProfile,
         copies: Copies,
         deliver: Callable[[int], None],
+        *,
+        write_back: bool = False,
     ) -> None:
         self._env = env
         self._core = core
         self._copies = copies
         self._device = device
-        self._latency_s = profile.link_latency_s
-        self._bandwidth = profile.link_bandwidth
+        directions = 2 if write_back else 1  # one after the other: the victim to the host, then the expert
+        self._latency_s = profile.link_latency_s * directions
+        self._bandwidth = profile.link_bandwidth / directions
         self._chunk_bytes = profile.link_chunk_bytes
         self._deliver = deliver
         self._timer = Timer(env, LOADED, self._loaded)

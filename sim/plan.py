@@ -13,7 +13,8 @@ import numpy as np
 from ..calibration.profile import HardwareProfile, load_profile
 from ..errors import CapacityError, SettingError
 from ..policy.models import ModelSpec, load_model_spec
-from ..policy.systems import SYSTEMS, System, find_system
+from ..policy.system import System
+from ..policy.systems import find_systems
 from ..serving.cells import CellKey, cell_labels, cell_names
 from ..traces.requests import Request, RequestTrace, open_requests, select_requests
 from ..traces.routing import RoutingSource
@@ -22,6 +23,7 @@ from ..traces.routing_preset import load_preset, preset_for
 from ..traces.synthetic import SyntheticRouting
 from .evidence import describe_trace, evidence_of
 from .memory import MemoryPlan, parse_cache_size, plan_memory, whole_model_bytes
+from .popularity import sample_of
 from .settings import RunSettings
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ _SPLIT_STREAM = 1  # keeps the offline split's draws apart from other uses of th
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run of the grid. `memory` is None, and `problem` says why, where it does not fit.
+    """One run of the grid. `memory` is None, and `problem` is its status, where it cannot run.
 
     `requests` arrive at the cell's rate; `name` is that of its folder.
     """
@@ -80,7 +82,7 @@ def make_plan(settings: RunSettings) -> Plan:
 
     Raises InputError for what cannot be used, and CapacityError when no cell fits.
     """
-    systems = _systems(settings.policy)
+    systems = find_systems(settings.policy)
     model = load_model_spec(settings.model)
     profiles = _profiles(settings.hardware)
     if settings.prefetch_distance is None:
@@ -97,13 +99,14 @@ def make_plan(settings: RunSettings) -> Plan:
         )
     routing = _routing(settings, model)
     longest = max(request.prompt_tokens + request.output_tokens for request in requests)
+    inactive = {system.name: _inactive(system, routing, requests, settings) for system in systems}
     cells = _named(
         [
             cell
             for system in systems
             for text, size in _sizes(system, sizes, model, settings).items()
             for profile in profiles
-            for cell in _cells(system, text, size, profile, served, model, settings, longest)
+            for cell in _cells(system, text, size, profile, served, model, settings, longest, inactive)
         ]
     )
     return Plan(
@@ -117,10 +120,6 @@ def make_plan(settings: RunSettings) -> Plan:
         evidence=evidence_of(settings, trace, routing, profiles, model),
         warnings=tuple(dict.fromkeys(text for cell in cells if cell.memory for text in cell.memory.warnings)),
     )
-
-
-def _systems(names: tuple[str, ...]) -> list[System]:
-    return list(SYSTEMS.values()) if names == ("all",) else [find_system(name) for name in names]
 
 
 def _profiles(names: tuple[str, ...]) -> tuple[HardwareProfile, ...]:
@@ -187,8 +186,8 @@ def _routing(settings: RunSettings, model: ModelSpec) -> RoutingSource:
 def _sizes(
     system: System, sizes: Mapping[str, int], model: ModelSpec, settings: RunSettings
 ) -> Mapping[str, int]:
-    """The cache sizes that a system runs with: a preloaded one needs every expert, so it runs once."""
-    return {"all": whole_model_bytes(model, settings.expert_dtype)} if system.preloaded else sizes
+    """The cache sizes that a system runs with: one that holds all experts does so anyway, and runs once."""
+    return {"all": whole_model_bytes(model, settings.expert_dtype)} if system.preload == "all" else sizes
 
 
 def _cells(
@@ -200,13 +199,18 @@ def _cells(
     model: ModelSpec,
     settings: RunSettings,
     longest: int,
+    inactive: Mapping[str, str],
 ) -> list[Cell]:
     """One system, cache size and machine at every rate."""
-    memory, problem = None, ""
+    memory = None
+    problem = f"INACTIVE: {inactive[system.name]}" if inactive[system.name] else ""
     try:
-        memory = plan_memory(model, settings.expert_dtype, profile, expert_cache_bytes, min_kv_tokens=longest)
+        if not problem:
+            memory = plan_memory(
+                model, settings.expert_dtype, profile, expert_cache_bytes, min_kv_tokens=longest
+            )
     except CapacityError as error:
-        problem = str(error)
+        problem = f"DOES NOT FIT: {error}"
     return [
         Cell(
             system=system,
@@ -236,5 +240,22 @@ def _named(cells: list[Cell]) -> tuple[Cell, ...]:
                 "Write --expert-cache, --hardware or --rate of one of them differently, or leave it out."
             )
     if not any(cell.memory for cell in named):
-        raise CapacityError(named[0].problem)
+        what, _, why = named[0].problem.partition(": ")
+        if what == "INACTIVE":
+            raise SettingError(f"--policy {named[0].system.name} is INACTIVE with this routing: {why}.")
+        raise CapacityError(why)
     return tuple(named)
+
+
+def _inactive(system: System, routing: RoutingSource, served: Requests, settings: RunSettings) -> str:
+    """Why the system cannot run with this routing; empty where it can."""
+    meta = routing.meta
+    if (
+        system.preload == "popular"
+        and not settings.offline
+        and not sample_of(routing, {request.index for request in served})
+    ):
+        return "every request of the routing is served, so there is none to measure popularity on beforehand"
+    return system.inactive(
+        recorded=meta.speculation, layers=meta.layers, prefetch_distance=settings.prefetch_distance or 1
+    )

@@ -164,7 +164,7 @@ def _notes(plan: Plan, cell: Cell, outcome: CellOutcome) -> tuple[str, ...]:
 
 def _waiting(cell: Cell) -> CellSummary:
     fits = cell.memory is not None
-    return _not_run(cell, "NOT RUN: interrupted" if fits else f"DOES NOT FIT: {cell.problem}")
+    return _not_run(cell, "NOT RUN: interrupted" if fits else cell.problem)
 
 
 def _not_run(cell: Cell, status: str) -> CellSummary:

@@ -30,6 +30,8 @@ class SearchWorker:
         self._queue: deque[tuple[int, int]] = deque()
         self._ticket = -1  # the one being worked on
         self._timer = Timer(env, SEARCH_DONE, self._done)
+        self._waited = -1  # the ticket that the forward pass waits for
+        self._waiter: Timer | None = None
         self.busy_s = 0.0
 
     def drain(self) -> None:
@@ -39,6 +41,11 @@ class SearchWorker:
                 self._start(ticket, work)
             else:
                 self._queue.append((ticket, work))
+
+    def wait(self, ticket: int, waiter: Timer) -> Timer:
+        """`waiter`, which fires when the search, not yet done, is done."""
+        self._waited, self._waiter = ticket, waiter
+        return waiter.wait()
 
     def _start(self, ticket: int, work: int) -> None:
         search_s = self._latency_s + work / self._rate
@@ -51,6 +58,9 @@ class SearchWorker:
         mask = self._core.search_done(ticket, self._env.now)
         if mask & OUTBOXES:  # a search makes nothing resident, so nobody else can be waiting for it
             self._deliver(mask)
+        if ticket == self._waited and self._waiter is not None:
+            self._waited = -1
+            self._waiter.fire()
         while self._queue and self._ticket < 0:
             ticket, work = self._queue.popleft()
             if not self._core.search_abandoned(ticket):  # its iteration ended while it waited

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import simpy
 
 from ..errors import SettingError
-from ..policy.core import Core, Feed, Options, Searcher, core_options, make_config
+from ..policy.core import Core, Feed, Options, Searcher, core_options, make_config, popular_experts
 from ..serving.decisions import decision_table
 from ..serving.logs import IterationLog, RequestLog
 from ..serving.scheduler import Scheduler
@@ -18,6 +18,7 @@ from .compute import ComputeModel
 from .engine import Engine
 from .events import ARRIVAL, ENGINE, Timer
 from .memory import plan_memory, whole_model_bytes
+from .popularity import popularity, token_sums
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..calibration.profile import HardwareProfile
+    from ..policy.core import CoreConfig
     from ..policy.models import ExpertDtype, ModelSpec
-    from ..policy.systems import System
+    from ..policy.system import System
     from ..serving.request import RequestState
     from ..traces.requests import Request
     from ..traces.routing import RequestRouting, RoutingSource
@@ -94,7 +96,7 @@ def plan_cell(inputs: CellInputs) -> MemoryPlan:
     """The cell's memory split; CapacityError or SettingError where it cannot run."""
     cache = (
         whole_model_bytes(inputs.model, inputs.expert_dtype)
-        if inputs.system.preloaded
+        if inputs.system.preload == "all"
         else inputs.expert_cache_bytes
     )
     longest = max((r.prompt_tokens + r.output_tokens for r in inputs.requests), default=1)
@@ -160,17 +162,14 @@ class _World:
         config = make_config(self._options)
         self._log_iterations = -1 if settings.decisions == "all" else settings.decisions
         self._core = Core(config, self._log_iterations)
-        if inputs.training and inputs.system.predictor == "map":
-            searcher = Searcher(config)
-            for request in inputs.training:
-                routing = self._routing(request)
-                searcher.fill(routing.gate, routing.embedding)
-            self._core.seed_store(*searcher.contents())
+        distance = int(self._options["prefetch_distance"])
+        self._speculation = inputs.system.speculated_distances(model.layers, distance)
+        self._prepare(config)
         self._env = simpy.Environment()
         self._feed = Feed(model.layers, model.experts, inputs.routing.meta.embedding_width)
         compute = ComputeModel(model, inputs.expert_dtype, inputs.profile)
         self._engine = Engine(
-            self._env, self._core, self._feed, model, compute, inputs.profile, inputs.system
+            self._env, self._core, self._feed, model, compute, inputs.profile, inputs.system, distance
         )
         # Offline: one prompt after another, all there from the start.
         batch = 1 if settings.offline else settings.max_num_seqs
@@ -219,8 +218,33 @@ class _World:
         }
         return _Reading(self._env.now, counters, self._core.layer_counts(), busy_s)
 
+    def _prepare(self, config: CoreConfig) -> None:
+        """What the core knows and holds before the first request: its store, and preloaded experts."""
+        inputs, system = self._inputs, self._inputs.system
+        if inputs.training and system.predictor in ("map", "activation"):
+            searcher = Searcher(config)
+            for request in inputs.training:
+                routing = self._routing(request)
+                if system.predictor == "map":
+                    searcher.fill(routing.gate, routing.embedding)
+                else:
+                    searcher.fill_counts(token_sums(routing, inputs.model.experts))
+            self._core.seed_store(*searcher.contents())
+        if system.preload == "all":
+            self._core.preload(range(inputs.model.routed_experts()))
+        elif system.preload == "popular":
+            kept = popular_experts(
+                popularity(inputs),
+                devices=inputs.profile.devices,
+                slots_per_device=self._plan.slots_per_device,
+                top_k=inputs.model.top_k,
+            )
+            self._core.preload(kept)
+
     def _routing(self, request: Request) -> RequestRouting:
-        return self._inputs.routing.routing_for(request.index, request.prompt_tokens, request.output_tokens)
+        return self._inputs.routing.routing_for(
+            request.index, request.prompt_tokens, request.output_tokens, self._speculation
+        )
 
     def _arrivals(self) -> Generator[simpy.Event, None, None]:
         for request in self._inputs.requests:
@@ -289,6 +313,7 @@ class _World:
             routing.token_counts,
             routing.offsets,
             routing.embedding,
+            routing.speculation,
         )
         self._admitted_s[request.index] = self._env.now
 

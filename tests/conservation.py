@@ -27,7 +27,7 @@ def check_conservation(outcome: CellOutcome, inputs: CellInputs) -> None:
         _check_memory(events, outcome, inputs)
 
 
-_EVENT_COLUMNS = ["time_s", "kind", "sub_kind", "expert", "device", "slot", "evicts", "offset", "bytes"]
+_EVENT_COLUMNS = ["time_s", "kind", "expert", "device", "slot", "evicts", "offset", "bytes", "experts"]
 Event = dict[str, Any]
 
 
@@ -145,18 +145,17 @@ def _check_memory(events: list[Event], outcome: CellOutcome, inputs: CellInputs)
     """At every event each device holds what it has room for, and a slot holds one expert."""
     plan = plan_cell(inputs)
     devices = inputs.profile.devices
-    experts = inputs.model.layers * inputs.model.experts
     slots: dict[int, dict[int, int]] = defaultdict(dict)  # device → slot → expert
-    if inputs.system.preloaded:
-        for device in range(devices):
-            slots[device] = dict(enumerate(range(device, experts, devices)))
     partial: set[int] = set()
     kv_times, kv_tokens = _kv_tokens(outcome)
     with_kv = sum(share.kv_bytes > 0 for share in plan.devices)
     for event in events:
         kind, expert = event["kind"], event["expert"]
         device = expert % devices
-        if kind == "Load":
+        if kind == "preload":
+            for one in event["experts"]:
+                slots[one % devices][len(slots[one % devices])] = one
+        elif kind == "Load":
             held = slots[device]
             if event["evicts"] >= 0:
                 assert held[event["slot"]] == event["evicts"]

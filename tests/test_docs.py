@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from finemoe.policy import systems
-from finemoe.policy.systems import SYSTEMS, System
+from finemoe.policy.system import System
+from finemoe.policy.systems import SYSTEMS
 from finemoe.sim.run import simulate
 
 ROOT = Path(__file__).resolve().parents[1]

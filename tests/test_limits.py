@@ -16,7 +16,7 @@ from world_case import MadeRouting, cell, serve, small_machine, small_model
 
 MODEL = small_model(layers=4, experts=8, top_k=2)
 REQUESTS = [Request(i, i * 1e-3, 5 + i, 4 + i % 3) for i in range(6)]
-OFFLOADING = [name for name, row in SYSTEMS.items() if not row.preloaded]
+OFFLOADING = [name for name, row in SYSTEMS.items() if row.preload != "all"]
 MAP_SYSTEMS = [name for name, row in SYSTEMS.items() if row.predictor == "map"]
 each_system = pytest.mark.parametrize("system", [*SYSTEMS])
 each_offloading = pytest.mark.parametrize("system", OFFLOADING)

@@ -55,7 +55,7 @@ def test_a_grid_has_every_machine_at_every_rate(trace: Path) -> None:
         last = [*one.requests][-1]
         assert (len(one.requests), last.index) == (10, 9)
         assert last.arrival_s == pytest.approx(9 / (one.rate_per_s or 0.0))
-        assert (one.memory is None) == (one.system.preloaded and one.profile.devices == 1)
+        assert (one.memory is None) == (one.system.preload == "all" and one.profile.devices == 1)
         if one.memory is not None:
             assert len(one.memory.devices) == one.profile.devices
     assert plan.trace["rates_per_s"] == [1.0, 4.0]

@@ -60,7 +60,7 @@ def growth_of(system: str) -> int:
         experts=MODEL.experts,
         top_k=MODEL.top_k,
         devices=1,
-        slots_per_device=MODEL.routed_experts() if row.preloaded else 24,
+        slots_per_device=MODEL.routed_experts() if row.preload == "all" else 24,
         expert_bytes=1,
         prefetch_distance=2,
         store_capacity=20,

@@ -36,6 +36,10 @@ def plain_options(
         "predictor": "none",
         "semantic": False,
         "trajectory": False,
+        "targets": "distance",
+        "popular_start": False,
+        "selector": "delta",
+        "priority": "distance",
         "prefetch_distance": 1,
         "store_capacity": 1,
         "embedding_width": 0,
@@ -45,9 +49,10 @@ def plain_options(
         "frequency_decay": 1.0,
         "rank_prefill_by_tokens": False,
         "load_shape": "expert",
+        "layer_quota": 0,
         "search_blocks": False,
+        "prefetch_blocks": False,
         "preempt_scope": "device",
-        "preloaded": False,
         **others,
     }
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import SettingError, TraceError
+from .chosen_experts import routing_of_tokens, unchosen_mass
 from .files import check_replaceable, unreadable_kind
 from .routing import RequestRouting, RoutingMeta
 from .routing_check import ROW_SUM_TOLERANCE
@@ -55,8 +56,6 @@ def import_chosen_experts(
     _, layers, top_k = ids.shape
     model, experts, expert_bytes = _model(path, ids, model, experts, expert_bytes)
     _check_values(path, ids, probabilities, experts)
-    sums = probabilities.astype(np.float32).sum(axis=2)
-    even = bool((np.abs(sums - 1) > ROW_SUM_TOLERANCE).any())
     meta = RoutingMeta(
         model=model,
         layers=layers,
@@ -66,7 +65,7 @@ def import_chosen_experts(
         embedding_width=0,
         source="imported",
         gate_content="chosen",
-        unchosen_mass="even" if even else "zero",
+        unchosen_mass=unchosen_mass(probabilities),
         prefill=prefill,
         notes=notes or f"chosen experts of {path.name}",
     )
@@ -189,34 +188,6 @@ def _check_values(path: Path, ids: npt.NDArray[Any], probabilities: npt.NDArray[
 def _requests(
     ids: npt.NDArray[Any], probabilities: npt.NDArray[Any], offsets: npt.NDArray[np.int64], meta: RoutingMeta
 ) -> Iterator[RequestRouting]:
-    others = max(1, meta.experts - meta.top_k)
     for start, end in pairwise(offsets):
-        chosen, mass = ids[start:end].astype(np.int64), probabilities[start:end].astype(np.float32)
-        rest = np.maximum(1 - mass.sum(axis=2), 0) / others * (meta.unchosen_mass == "even")
-        rows = np.repeat(rest[:, :, None], meta.experts, axis=2).astype(np.float32)
-        np.put_along_axis(rows, chosen, mass, axis=2)
-        yield _request(np.sort(chosen, axis=2), rows, meta)
-
-
-def _request(
-    chosen: npt.NDArray[np.int64], rows: npt.NDArray[np.float32], meta: RoutingMeta
-) -> RequestRouting:
-    n, layers, top_k = chosen.shape
-    prompt = 0 if meta.prefill == "none" else max(1, min(PREFILL_TOKENS, n // 4))
-    gate, lengths = rows[prompt:], np.full((n - prompt) * layers, top_k)
-    experts, counts = chosen[prompt:].reshape(-1), np.ones((n - prompt) * layers * top_k, np.int32)
-    if prompt:
-        place = chosen[:prompt] + np.arange(layers)[:, None] * meta.experts
-        tokens = np.bincount(place.reshape(-1), minlength=layers * meta.experts).reshape(layers, -1)
-        gate = np.concatenate((rows[:prompt].mean(axis=0, keepdims=True), gate))
-        lengths = np.concatenate((np.count_nonzero(tokens, axis=1), lengths))
-        experts = np.concatenate((np.nonzero(tokens)[1], experts))
-        counts = np.concatenate((tokens[tokens > 0].astype(np.int32), counts))
-    return RequestRouting(
-        gate=gate.astype(np.float16),
-        experts=experts.astype(np.uint16),
-        token_counts=counts,
-        offsets=np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths))),
-        embedding=None,
-        speculation={},
-    )
+        prompt = 0 if meta.prefill == "none" else max(1, min(PREFILL_TOKENS, (end - start) // 4))
+        yield routing_of_tokens(ids[start:end], probabilities[start:end], prompt, meta)

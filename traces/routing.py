@@ -7,6 +7,7 @@ tokens activated with the number of tokens each received.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -113,6 +114,9 @@ class RoutingSource(Protocol):
     ) -> RequestRouting:
         """Routing of request number `request`: one prefill iteration of `prompt_tokens` tokens and
         `output_tokens` − 1 decode iterations, with speculation rows for the distances asked for."""
+
+    def others(self, served: Collection[int], count: int) -> list[int]:
+        """Up to `count` request numbers whose routing is that of none of `served`."""
 
     def remarks(self) -> tuple[str, ...]:
         """What the requests asked for so far got that was not recorded so, in sentences for the user."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -119,6 +119,11 @@ class RoutingFile:
             count = self.rescaled_prefills
             remarks.append(f"routing: {count} prefills of the routing trace scaled to the requests' prompts")
         return tuple(remarks)
+
+    def others(self, served: Collection[int], count: int) -> list[int]:
+        """See `RoutingSource`."""
+        taken = {request % self.requests for request in served}
+        return [number for number in range(self.requests) if number not in taken][:count]
 
     def recorded(self, request: int, speculation: tuple[int, ...] = ()) -> RequestRouting:
         """Recording number `request` (0 … N − 1) as it stands in the file, checked."""

@@ -9,6 +9,8 @@ gate's row.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import numpy.typing as npt
 
@@ -85,6 +87,11 @@ class SyntheticRouting:
         chosen = self._counts(self._gate(self._fit_logits.copy())) + 0.5
         self._long_run = chosen / chosen.sum(axis=1, keepdims=True)
         self._recall_curve: list[float] = []
+
+    def others(self, served: Collection[int], count: int) -> list[int]:
+        """See `RoutingSource`."""
+        first = max(served, default=-1) + 1
+        return list(range(first, first + count))
 
     def remarks(self) -> tuple[str, ...]:
         """Nothing: every request is made to measure."""

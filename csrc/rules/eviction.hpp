@@ -8,7 +8,9 @@
 
 namespace finemoe {
 
+class Activation;
 class Foresight;
+class UserPolicy;
 
 struct EvictionKey {
     double first = 0.0;
@@ -27,8 +29,12 @@ struct EvictionView {
     int layer = 0;
     int layer_now = -1;
     int layers = 0;
+    int experts = 0;        // of a layer
     std::int64_t step = 0;  // the current one
     const Foresight* foresight = nullptr;
+    const Activation* activation = nullptr;
+    UserPolicy* user = nullptr;
+    bool privileged = false;  // lfru
 };
 
 class EvictionRule {
@@ -40,7 +46,10 @@ class EvictionRule {
 std::unique_ptr<EvictionRule> make_finemoe_eviction();
 std::unique_ptr<EvictionRule> make_lru_eviction();
 std::unique_ptr<EvictionRule> make_lfu_eviction();
+std::unique_ptr<EvictionRule> make_lfru_eviction();
+std::unique_ptr<EvictionRule> make_activation_eviction();
 std::unique_ptr<EvictionRule> make_belady_eviction();
+std::unique_ptr<EvictionRule> make_plugin_eviction();
 std::unique_ptr<EvictionRule> make_eviction(EvictionKind kind);
 
 }  // namespace finemoe

@@ -28,11 +28,12 @@ bool unit_embedding(std::span<const std::uint16_t> half, float* out) {
     return true;
 }
 
-MapStore::MapStore(int layers, int experts, int embedding_width, int capacity)
+MapStore::MapStore(int layers, int experts, int embedding_width, int capacity, Norms norms)
     : layers_(layers),
       experts_(experts),
       width_(embedding_width),
       capacity_(capacity),
+      norms_(norms),
       inverse_(static_cast<std::size_t>(layers)),
       embeddings_(embedding_width, capacity, BlockMatrix::Values::any) {
     maps_.reserve(static_cast<std::size_t>(layers));
@@ -57,6 +58,7 @@ void MapStore::restore(int place, const float* map, std::span<const float> unit_
     for (int l = 0; l < layers_; ++l) {
         const float* row = map + static_cast<std::ptrdiff_t>(l) * experts_;
         maps_[static_cast<std::size_t>(l)].set(place, row);
+        squares = norms_ == Norms::row ? 0.0 : squares;
         for (int j = 0; j < experts_; ++j) {
             squares += static_cast<double>(row[j]) * static_cast<double>(row[j]);
         }

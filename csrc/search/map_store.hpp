@@ -12,7 +12,10 @@ namespace finemoe {
 
 class MapStore {
   public:
-    MapStore(int layers, int experts, int embedding_width, int capacity);
+    // Of which rows `inverse_norms(l)` is: rows 0 … l, or row l alone.
+    enum class Norms : std::uint8_t { prefix, row };
+
+    MapStore(int layers, int experts, int embedding_width, int capacity, Norms norms);
 
     int size() const { return static_cast<int>(written_.size()); }
     int capacity() const { return capacity_; }
@@ -32,13 +35,14 @@ class MapStore {
 
     const BlockMatrix& layer(int l) const { return maps_[static_cast<std::size_t>(l)]; }
     const BlockMatrix& embeddings() const { return embeddings_; }
-    // 1 / norm of rows 0 … layer, per map
+    // 1 / norm of rows 0 … layer (or of that row), per map
     Scale inverse_norms(int l) const { return {inverse_[static_cast<std::size_t>(l)].data(), written_}; }
     Scale ones() const { return {ones_.data(), written_}; }
     const std::vector<long long>& written() const { return written_; }
 
   private:
     int layers_, experts_, width_, capacity_;
+    Norms norms_;
     std::vector<BlockMatrix> maps_;
     std::vector<FloatBlocks> inverse_;
     BlockMatrix embeddings_;

@@ -1,21 +1,12 @@
 #include "search/searcher.hpp"
 
 #include <algorithm>
-#include <iterator>
 
 #include "f16.hpp"
 
 namespace finemoe {
-namespace {
 
-const float* gate_row(const IterationRows& it, int experts, int layer, int row) {
-    return it.gates.data() + (static_cast<std::ptrdiff_t>(layer) * it.batch() + row) * experts;
-}
-
-}  // namespace
-
-Searcher::Searcher(const CoreConfig& config)
-    : config_(config), store_(config.layers, config.experts, config.embedding_width, config.store_capacity) {}
+Searcher::Searcher(const CoreConfig& config) : SearchEngine(config, MapStore::Norms::prefix) {}
 
 std::span<const float> Searcher::unit_of(const IterationRows& it, int row) const {
     if (!it.rows[static_cast<std::size_t>(row)].has_embedding) {
@@ -53,7 +44,7 @@ void Searcher::follow(const std::shared_ptr<const IterationRows>& iteration, int
     }
     for (; layers_done_ < layer; ++layers_done_) {
         for (int r = 0; r < it.batch(); ++r) {
-            const float* row = gate_row(it, config_.experts, layers_done_, r);
+            const float* row = it.gate_row(config_.experts, layers_done_, r);
             store_.layer(layers_done_)
                 .accumulate(row, store_.size(), sums_[static_cast<std::size_t>(r)].data());
             add_squares(row, r);
@@ -64,20 +55,6 @@ void Searcher::follow(const std::shared_ptr<const IterationRows>& iteration, int
 void Searcher::add_squares(const float* row, int r) {
     for (int j = 0; j < config_.experts; ++j) {
         squares_[static_cast<std::size_t>(r)] += static_cast<double>(row[j]) * static_cast<double>(row[j]);
-    }
-}
-
-void Searcher::copy_targets(SearchResult& result, int batch) const {
-    result.predicted.assign(static_cast<std::size_t>(result.targets * batch * config_.experts), 0.0F);
-    for (int t = 0; t < result.targets; ++t) {
-        for (int r = 0; r < batch; ++r) {
-            const int map = result.maps[static_cast<std::size_t>(r)];
-            if (map >= 0) {
-                store_.row(
-                    map, result.first_target + t,
-                    result.predicted.data() + (static_cast<std::ptrdiff_t>(t) * batch + r) * config_.experts);
-            }
-        }
     }
 }
 
@@ -108,7 +85,7 @@ SearchResult Searcher::trajectory(const SearchRequest& request) {
     const Scale norms = store_.inverse_norms(request.layer);
     for (int r = 0; r < it.batch(); ++r) {
         const auto at = static_cast<std::size_t>(r);
-        const float* row = gate_row(it, config_.experts, request.layer, r);
+        const float* row = it.gate_row(config_.experts, request.layer, r);
         const Best best = store_.layer(request.layer).accumulate_best(row, sums_[at].data(), norms, tops_);
         add_squares(row, r);
         result.maps.push_back(best.column);
@@ -152,7 +129,7 @@ void Searcher::update(const SearchRequest& request) {
     }
     std::vector<float> map(static_cast<std::size_t>(config_.total_experts()));
     for (int l = 0; l < config_.layers; ++l) {
-        const float* from = gate_row(it, config_.experts, l, request.row);
+        const float* from = it.gate_row(config_.experts, l, request.row);
         std::copy(from, from + config_.experts,
                   map.data() + static_cast<std::ptrdiff_t>(l) * config_.experts);
     }
@@ -171,7 +148,7 @@ void Searcher::refresh_sums(int place, const float* map) {
         sums.resize(store_.padded(), 0.0F);
         float sum = 0.0F;
         for (int l = 0; l < layers_done_; ++l) {
-            const float* query = gate_row(*followed_, config_.experts, l, r);
+            const float* query = followed_->gate_row(config_.experts, l, r);
             float part = 0.0F;
             for (int j = 0; j < config_.experts; ++j) {
                 part += query[j] * map[static_cast<std::ptrdiff_t>(l) * config_.experts + j];
@@ -195,26 +172,6 @@ std::shared_ptr<const IterationRows> make_iteration(std::span<const std::uint16_
 
 void Searcher::add(std::span<const std::uint16_t> gates, std::span<const std::uint16_t> embedding) {
     update(SearchRequest{0, SearchKind::update, config_.layers - 1, -1, 0, make_iteration(gates, embedding)});
-}
-
-StoreContents Searcher::contents() const {
-    StoreContents out;
-    std::vector<float> row(static_cast<std::size_t>(std::max(config_.experts, config_.embedding_width)));
-    const auto append = [&](std::vector<std::uint16_t>& to, int count) {
-        std::transform(row.begin(), row.begin() + count, std::back_inserter(to), float_to_half);
-    };
-    for (int i = 0; i < store_.size(); ++i) {
-        for (int l = 0; l < config_.layers; ++l) {
-            store_.row(i, l, row.data());
-            append(out.maps, config_.experts);
-        }
-        if (config_.embedding_width > 0) {
-            store_.embedding(i, row.data());
-            append(out.embeddings, config_.embedding_width);
-        }
-        out.written.push_back(store_.written()[static_cast<std::size_t>(i)]);
-    }
-    return out;
 }
 
 }  // namespace finemoe

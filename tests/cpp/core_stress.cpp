@@ -60,8 +60,36 @@ std::vector<Scenario> scenarios() {
     s.config.load_shape = LoadShape::layer;
     all.push_back(s);
     s = {"no-offload", small()};
-    s.config.preloaded = true;
     s.config.slots_per_device = 24;
+    s.preload.resize(48);
+    std::iota(s.preload.begin(), s.preload.end(), 0);
+    all.push_back(s);
+    s = {"static", small()};
+    s.preload = {0, 3, 6, 9, 17, 20, 41};
+    all.push_back(s);
+    s = {"lfru", small()};
+    s.config.eviction = EvictionKind::lfru;
+    all.push_back(s);
+    s = {"moe-infinity", small()};
+    s.config.predictor = PredictorKind::activation;
+    s.config.eviction = EvictionKind::activation;
+    s.config.targets = Targets::later;
+    s.config.selector = Selector::positive;
+    s.config.priority = Priority::depth;
+    s.config.popular_start = s.config.search_blocks = true;
+    all.push_back(s);
+    s = {"hit-count, failing loads", small(), true, 0.1};
+    s.config.predictor = PredictorKind::activation;
+    s.config.selector = Selector::top_k;
+    all.push_back(s);
+    s = {"mixtral-offloading", small()};
+    s.config.predictor = PredictorKind::speculate;
+    s.config.layer_quota = 1;
+    s.config.prefetch_blocks = true;
+    all.push_back(s);
+    s = {"promoe", small(), true};
+    s.config.predictor = PredictorKind::speculate;
+    s.config.priority = Priority::layer;
     all.push_back(s);
     s = {"speculate", small()};
     s.config.predictor = PredictorKind::speculate;
@@ -80,6 +108,7 @@ std::vector<Scenario> scenarios() {
 struct Routing {
     std::vector<std::uint16_t> probabilities;  // f16 [kBatch, J]
     std::vector<int> experts, token_counts;
+    std::vector<std::int32_t> row_counts;  // [kBatch, J]
 };
 
 Routing route(const CoreConfig& c, std::uint64_t seed, std::int64_t iteration, int layer, bool prefill) {
@@ -99,9 +128,12 @@ Routing route(const CoreConfig& c, std::uint64_t seed, std::int64_t iteration, i
         std::sort(order.begin(), order.end(), [&](int a, int b) {
             return p[static_cast<std::size_t>(a)] > p[static_cast<std::size_t>(b)];
         });
+        std::vector<std::int32_t> of_row(p.size());
         for (int i = 0; i < (prefill ? 3 * c.top_k : c.top_k); ++i) {
             ++tokens[static_cast<std::size_t>(order[static_cast<std::size_t>(i)])];
+            ++of_row[static_cast<std::size_t>(order[static_cast<std::size_t>(i)])];
         }
+        routing.row_counts.insert(routing.row_counts.end(), of_row.begin(), of_row.end());
         for (const float value : p) {
             routing.probabilities.push_back(float_to_half(value / sum));
         }
@@ -141,7 +173,11 @@ class ForwardPass {
         for (int layer = 0; layer < c_.layers; ++layer) {
             const Routing r = route(c_, seed_, iteration, layer, prefill);
             dawdle(random_);
-            if (!act([&] { return world_.core.gate(layer, r.probabilities, r.experts, r.token_counts); })) {
+            const auto row_counts = c_.row_counts() ? r.row_counts : std::vector<std::int32_t>{};
+            if (!act([&] {
+                    return world_.core.gate(layer, r.probabilities, r.experts, r.token_counts, 0.0,
+                                            row_counts);
+                })) {
                 return false;
             }
             activated_ += static_cast<std::int64_t>(r.experts.size());
@@ -151,7 +187,11 @@ class ForwardPass {
                 return false;
             }
         }
-        return act([&] { return world_.core.end_iteration(); });
+        const bool last = iteration % 7 == 6;
+        return act([&] {
+            return world_.core.end_iteration(
+                0.0, last ? std::vector<std::int64_t>{0, 1} : std::vector<std::int64_t>{});
+        });
     }
 
     std::int64_t activated() const { return activated_; }

@@ -48,9 +48,10 @@ World::World(const Scenario& scenario, std::uint64_t seed)
             slot.weights.resize(static_cast<std::size_t>(c.expert_bytes));
         }
     }
-    for (int g = 0; c.preloaded && g < c.devices; ++g) {
+    core.preload(scenario.preload);
+    for (int g = 0; g < c.devices; ++g) {
+        int place = 0;
         for (const ExpertId e : core.residents(g)) {
-            const int place = e / c.devices;
             Slot& slot = copiers_[static_cast<std::size_t>(g)].slots[static_cast<std::size_t>(place)];
             slot.expert = e;
             slot.bytes = c.expert_bytes;
@@ -58,6 +59,7 @@ World::World(const Scenario& scenario, std::uint64_t seed)
             for (std::int64_t b = 0; b < c.expert_bytes; ++b) {
                 slot.weights[static_cast<std::size_t>(b)] = weight(e, b);
             }
+            ++place;
         }
     }
     for (int g = 0; g < c.devices; ++g) {

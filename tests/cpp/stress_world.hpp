@@ -21,6 +21,7 @@ struct Scenario {
     bool as_ready = false;         // compute what is there while the rest of the chunk loads
     double failure_rate = 0.0;     // of loads; never three in a row of one expert
     ExpertId lost_expert = kNone;  // its loads always fail: the run ends with Abort
+    std::vector<ExpertId> preload = {};
 };
 
 // Prints what is broken and ends the process.
