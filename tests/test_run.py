@@ -56,7 +56,7 @@ def test_two_cells_never_share_a_folder(trace: Path) -> None:
     assert [cell.name for cell in made.cells] == ["finemoe-24_GB", "finemoe-24GB"]
     same = {"24 GB": 24 * 10**9, "24_GB": 24 * 10**9}  # should sizes ever be written so
     with pytest.raises(SettingError, match=r"'24 GB' and '24_GB' would both be kept in the folder lru-24_GB"):
-        _cells([find_system("lru")], same, made.model, made.profile, made.settings, 1)
+        _cells([find_system("lru")], same, made.model, made.profile, made.settings, 1, {"lru": ""})
 
 
 @pytest.mark.parametrize(
