@@ -45,7 +45,7 @@ def draw_config(rng: np.random.Generator) -> Config:
         selector=str(rng.choice(["delta", "top_k", "positive"], p=[0.5, 0.2, 0.3])),
         priority=str(rng.choice(["distance", "depth", "layer"], p=[0.5, 0.25, 0.25])),
         prefetch_distance=int(rng.integers(1, layers + 2)),
-        store_capacity=int(rng.integers(1, 6 if rng.random() < 0.9 else 40)),
+        store_capacity=int(rng.integers(1, (4 if by_requests else 6) if rng.random() < 0.9 else 40)),
         embedding_width=int(rng.integers(0, 5)),
         embedding_work=int(rng.integers(0, 10)),
         eviction=str(rng.choice(EVICTIONS)),

@@ -204,7 +204,7 @@ class Walk:
         """Some rows' requests finish, now and then also one that waits or one that nobody knows."""
         rng = self.rng
         known = {row.request for row in self.rows} | ({*self.running} if rng.random() < 0.2 else set())
-        finished = [request for request in sorted(known) if rng.random() < 0.4]
+        finished = [request for request in sorted(known) if rng.random() < 0.5]
         if rng.random() < 0.1:
             finished.append(1_000_000)
         rng.shuffle(finished)

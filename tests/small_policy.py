@@ -45,7 +45,7 @@ class SmallPolicy:
 
     def eviction_key(self, view: ExpertView) -> float:
         ahead = (view.layer - view.layer_now) % view.layers
-        key = view.probability * view.frequency + view.last_used / (1.0 + ahead)
+        key = view.probability * view.frequency + view.last_used / (1.0 + ahead) + (view.probability == 0.0)
         return key + (7 * view.expert + 3 * view.layer + len(self.told)) % 5
 
     def _predictions(self, layer_now: int) -> dict[int, F32]:
