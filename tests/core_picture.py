@@ -5,12 +5,12 @@ Built from events and commands alone; core_rules.py checks commands against it, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from core_searches import SearchObserver
-from reference_devices import PHASES, Config, Counters
+from reference_state import PHASES, Config, Counters
 
 
 def rule(holds: object, text: str) -> None:
@@ -53,6 +53,8 @@ class Picture:
         self.resident: set[int] = set()
         self.pinned: set[int] = set()
         self.unused: set[int] = set()
+        self.kept: set[int] = set()
+        self.privileged: set[int] = set()
         self.uncovered: set[int] = set()
         self.chunk: set[int] = set()
         self.chunk_size = 0
@@ -62,14 +64,11 @@ class Picture:
         self.aborted = False
         self.failures: dict[int, int] = {}
         self.gates = 0
-        self.stamps: dict[int, int] = {}
+        self.stamps = [0] * self.total
+        self.freq = [1.0] * self.total
         self.decode = False
         self.searches = SearchObserver(config)
         self.counters = Counters(config.layers)
-        if config.preloaded:
-            self.resident = set(range(self.total))
-            for e in range(self.total):
-                self.devices[e % config.devices].slots[e // config.devices] = e
 
     @property
     def layer_done(self) -> bool:
@@ -90,7 +89,15 @@ class Picture:
     def _seed_store(self, *_: Any) -> None:
         assert self.iteration < 0
 
-    def _gate(self, layer: int, probabilities: Any, experts: Sequence[int], token_counts: Any) -> None:
+    def _preload(self, experts: Sequence[int]) -> None:
+        assert self.iteration < 0
+        self.resident = set(experts)
+        self.kept = set(experts)
+        for device in range(self.config.devices):
+            mine = sorted(e for e in experts if e % self.config.devices == device)
+            self.devices[device].slots[: len(mine)] = mine
+
+    def _gate(self, layer: int, probabilities: Any, experts: Sequence[int], *counts: Any) -> None:
         rule(self.layer_done, "rule 3: one requirement at a time")
         base = layer * self.config.experts
         self.layer = layer
@@ -112,6 +119,8 @@ class Picture:
         self.uncovered = required
         for e in required:
             self.stamps[e] = self.gates
+            self.freq[e] += 1.0
+        self._privilege(sorted(required & self.resident))
         rule(
             not any(device.partial for device in self.devices),
             "a partial expert resumes before the next gate",
@@ -123,8 +132,9 @@ class Picture:
         self.chunk -= ids
         self.pinned -= ids
 
-    def _end_iteration(self) -> None:
+    def _end_iteration(self, finished: Sequence[int]) -> None:
         assert self.layer_done
+        self.freq = [freq * self.config.frequency_decay for freq in self.freq]
         self.open = False
         rule(not any(device.partial for device in self.devices), "a partial expert resumes before the end")
 
@@ -179,6 +189,43 @@ class Picture:
         transfer = self.devices[g].transfer
         flying = -1 if transfer is None else transfer.expert
         return sorted(e for e in self.chunk - self.resident if e % self.config.devices == g and e != flying)
+
+    def settled(self, layer: int) -> set[int]:
+        """Experts of a layer that count against its quota."""
+        flights = {d.transfer.expert for d in self.devices if d.transfer is not None}
+        used = (self.resident - self.unused) | (flights & self.pinned)
+        return {e for e in used if e // self.config.experts == layer}
+
+    def first_out(self, victims: set[int]) -> int | None:
+        """Who of these the rule evicts, where the rule can be followed from outside."""
+        visits = {e: 0.0 if e in self.privileged else self.freq[e] for e in victims}
+        keys: dict[str, Callable[[int], tuple[float, ...]]] = {
+            "lru": lambda e: (self.stamps[e], e),
+            "lfu": lambda e: (self.freq[e], self.stamps[e], e),
+            "lfru": lambda e: (e in self.privileged, visits[e], self.stamps[e], e),
+        }
+        return min(victims, key=keys[self.config.eviction]) if self.config.eviction in keys else None
+
+    def leave(self, expert: int) -> None:
+        """An expert is evicted; its slot is the caller's."""
+        if expert in self.unused:
+            self.unused.remove(expert)
+            self.counters.wasted_bytes += self.config.expert_bytes
+        if self.config.frequency == "residency":
+            self.freq[expert] = 1.0
+        self.privileged.discard(expert)
+        self.resident.remove(expert)
+        self.counters.evictions += 1
+
+    def _privilege(self, hits: list[int]) -> None:
+        """The protected part of each device's cache: half of its slots, for what was hit last."""
+        for e in hits:
+            slots = self.device(e).slots
+            protected = self.privileged & set(slots)
+            if len(protected - {e}) >= len(slots) // 2 > 0:
+                self.privileged.remove(min(protected - {e}, key=lambda other: (self.stamps[other], other)))
+            if len(slots) >= 2:
+                self.privileged.add(e)
 
     def landed(self, expert: int, bytes_done: int) -> Transfer:
         device = self.device(expert)

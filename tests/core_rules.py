@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from core_picture import DeviceView, Picture, Transfer, rule
-from reference_devices import Command
+from reference_state import Command
 
 ORDER = {"Abort": 0, "PreemptPrefetch": 1, "Wait": 2, "Search": 3, "WaitSearch": 3, "Load": 4}
 
@@ -18,10 +18,20 @@ ORDER = {"Abort": 0, "PreemptPrefetch": 1, "Wait": 2, "Search": 3, "WaitSearch":
 class RuleObserver(Picture):
     """Feed every accepted event and its commands to `observe`, in order."""
 
-    def observe(self, event: str, arguments: Sequence[Any], commands: Sequence[Command]) -> None:
-        """Check the commands that followed one accepted event; raises AssertionError."""
+    def observe(
+        self,
+        event: str,
+        arguments: Sequence[Any],
+        commands: Sequence[Command],
+        over_quota: Sequence[int] = (),
+    ) -> None:
+        """Check the commands that followed one accepted event; raises AssertionError.
+
+        over_quota: experts of a wholly computed layer that are resident no longer, which no command says.
+        """
         rule(not self.aborted, "nothing is accepted after an abort")
         getattr(self, f"_{event}")(*arguments)
+        self._shrink_layer(event, over_quota)
         self.searches.expect(event, arguments, commands, self.layer)
         places = [ORDER[c[0]] for c in commands]
         rule(places == sorted(places), f"commands out of order: {commands}")
@@ -56,10 +66,12 @@ class RuleObserver(Picture):
         rule(not self.chunk, "rule 4: a chunk follows when the one before is computed")
         rule(members and members <= self.uncovered, "rule 4: chunks split the requirement")
         rule(self.pinned <= members, "rule 3: what is resident or in flight goes first")
+        rule(self.uncovered & self.kept <= members, "rule 4: kept experts are in the first chunk")
         for g, device in enumerate(self.devices):
-            mine = sum(e % self.config.devices == g for e in members)
-            left = sum(e % self.config.devices == g for e in self.uncovered)
-            rule(mine == min(left, len(device.slots)), "rule 4: a chunk takes what the device can hold")
+            mine = sum(e % self.config.devices == g for e in members - self.kept)
+            left = sum(e % self.config.devices == g for e in self.uncovered - self.kept)
+            room = sum(e not in self.kept for e in device.slots)
+            rule(mine == min(left, room), "rule 4: a chunk takes what the device can hold")
         self.uncovered -= members
         self.chunk = members
         self.chunk_size = len(members)
@@ -131,23 +143,40 @@ class RuleObserver(Picture):
         if expert in device.partial:
             rule(device.slots[slot] == expert and evicts == -1, "a partial expert goes on in its own slot")
             return
-        if device.holds_room():
+        victims = (self.resident & set(device.slots)) - self.pinned - self.kept
+        settled = self.settled(expert // self.config.experts)
+        quota = self.config.layer_quota
+        if quota and kind == "demand" and len(settled) >= quota and settled & victims:
+            victims &= settled
+        elif device.holds_room():
             rule(evicts == -1 and slot == device.slots.index(-1), "the lowest free slot comes first")
             return
-        victims = self.resident & set(device.slots) - self.pinned
+        elif quota and kind == "prefetch":
+            victims = {e for e in victims & self.unused if e // self.config.experts <= self.layer}
         if not victims:
             rule(kind == "demand" and evicts == -1 and device.slots[slot] in device.partial, "rule 7")
             self.waste_partial(device, device.slots[slot])
             return
         rule(device.slots[slot] == evicts, "rule 2: the load names its victim")
-        rule(evicts in victims, "rules 1 and 7: neither pinned nor in flight")
-        if self.config.eviction == "lru":
-            rule(evicts == min(victims, key=lambda e: (self.stamps.get(e, 0), e)), "lru takes the oldest")
-        if evicts in self.unused:
-            self.unused.remove(evicts)
-            self.counters.wasted_bytes += self.config.expert_bytes
-        self.resident.remove(evicts)
-        self.counters.evictions += 1
+        rule(evicts in victims, "rules 1 and 7: neither pinned, nor kept, nor in flight")
+        rule(self.first_out(victims) in (None, evicts), f"{self.config.eviction} takes another one")
+        self.leave(evicts)
+
+    def _shrink_layer(self, event: str, experts: Sequence[int]) -> None:
+        quota, settled = self.config.layer_quota, self.settled(self.layer)
+        due = quota > 0 and event == "computed" and self.layer_done
+        excess = min(len(settled) - quota, len(settled - self.kept)) if due else 0
+        rule(len(experts) == max(excess, 0), "a computed layer is within its quota")
+        left = set(experts)
+        while left:
+            first = self.first_out(settled - self.kept)
+            expert = min(left) if first is None else first
+            rule(expert in left & settled - self.kept, "another expert leaves its layer")
+            left.remove(expert)
+            settled.remove(expert)
+            self.leave(expert)
+            slots = self.device(expert).slots
+            slots[slots.index(expert)] = -1
 
     def _after(self, event: str, commands: Sequence[Command]) -> None:
         waited = any(c[0] == "Wait" for c in commands)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from reference_devices import Command, Config
+from reference_state import Command, Config
 
 
 class SearchObserver:
@@ -18,6 +18,7 @@ class SearchObserver:
         self.next_ticket = 0
         self.stored = 0
         self.with_embedding: list[bool] = []
+        self.requests: list[int] = []
         self.issued = 0
         self.late = 0
         self.skipped = 0
@@ -45,17 +46,21 @@ class SearchObserver:
             self._done(arguments[0], layer)
         elif event == "begin_iteration":
             self.with_embedding = [self._has_embedding(row.embedding) for row in arguments[0]]
+            self.requests = [row.request for row in arguments[0]]
             rows = sum(self.with_embedding)
             if config.predictor == "map" and config.semantic and self.stored and rows:
                 near = min(config.prefetch_distance, config.layers) - 1
                 self._issue(expected, "semantic", -1, near, rows * self.stored * config.embedding_work)
         elif event == "gate":
             target = layer + config.prefetch_distance
-            if config.predictor == "map" and config.trajectory and target < config.layers and self.stored:
+            if config.targets == "later" and layer + 1 < config.layers:
+                target = config.layers - 1
+            asks = (config.predictor == "map" and config.trajectory) or config.predictor == "activation"
+            if asks and target < config.layers and self.stored:
                 work = len(self.with_embedding) * self.stored * config.experts
                 self._issue(expected, "trajectory", layer, target, work)
         elif event == "end_iteration":
-            self._end(expected, layer)
+            self._end(expected, layer, arguments[0])
         assert [c for c in commands if c[0] in ("Search", "WaitSearch")] == expected, "rule 10: searches"
 
     def _has_embedding(self, embedding: Any) -> bool:
@@ -81,14 +86,18 @@ class SearchObserver:
             assert abandoned, "rule 10: in ticket order"
         self.late += kind != "update" and not abandoned and target <= layer
 
-    def _end(self, expected: list[Command], layer: int) -> None:
+    def _end(self, expected: list[Command], layer: int, finished: Sequence[int]) -> None:
         config = self.config
         self.late += sum(kind != "update" and not abandoned for _, kind, abandoned, _ in self.pending)
         self.pending = [(n, kind, abandoned or kind != "update", t) for n, kind, abandoned, t in self.pending]
-        for has_embedding in self.with_embedding if config.predictor == "map" else []:
+        widths: list[int] = []
+        if config.predictor == "map":
+            widths = [config.embedding_work * has for has in self.with_embedding]
+        elif config.predictor == "activation":
+            widths = [0 for request in self.requests if request in finished]
+        for width in widths:
             if sum(kind == "update" for _, kind, _, _ in self.pending) >= 1024:
                 self.skipped += 1
                 continue
-            width = config.embedding_work if has_embedding else 0
             self._issue(expected, "update", layer, -1, self.stored * (width + config.layers * config.experts))
             self.stored = min(self.stored + 1, config.store_capacity)

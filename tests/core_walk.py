@@ -9,24 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from core_draws import F32, draw_gate_row
+from core_draws import F32, draw_gate_row, draw_preload, draw_row_counts
+from core_illegal import illegal_events
 from core_rules import RuleObserver
 from finemoe.errors import CoreError
-from reference_devices import PHASES, Command, Config
 from reference_formulas import round_f16, unit_embedding
 from reference_predictions import Row
+from reference_state import PHASES, Command, Config
 
 
 class Core(Protocol):
     """What the walk drives; see reference_core.py."""
 
+    def preload(self, experts: Sequence[int], /) -> list[Command]: ...
     def begin_iteration(self, rows: Sequence[Row], /) -> list[Command]: ...
     def gate(
-        self, layer: int, probabilities: npt.ArrayLike, experts: Sequence[int], token_counts: Sequence[int], /
+        self,
+        layer: int,
+        probabilities: npt.ArrayLike,
+        experts: Sequence[int],
+        token_counts: Sequence[int],
+        row_counts: npt.ArrayLike | None = None,
+        /,
     ) -> list[Command]: ...
     def speculation(self, layer: int, target: int, probabilities: npt.ArrayLike, /) -> list[Command]: ...
     def search_done(self, ticket: int, /) -> list[Command]: ...
@@ -34,40 +42,41 @@ class Core(Protocol):
     def paused(self, expert: int, bytes_done: int, /) -> list[Command]: ...
     def load_failed(self, expert: int, reason: str, /) -> list[Command]: ...
     def computed(self, layer: int, experts: Sequence[int], /) -> list[Command]: ...
-    def end_iteration(self) -> list[Command]: ...
+    def end_iteration(self, finished: Sequence[int] = (), /) -> list[Command]: ...
     def seed_store(
         self, maps: npt.ArrayLike, embeddings: npt.ArrayLike, written: npt.ArrayLike, /
     ) -> list[Command]: ...
     def foresight(self, step: int, required: Sequence[Sequence[int]], /) -> list[Command]: ...
     def counter_values(self) -> dict[str, Any]: ...
+    def residents(self, device: int, /) -> list[int]: ...
+
+
+class Step(NamedTuple):
+    """One accepted event, its commands, and who left a computed layer without a command."""
+
+    event: str
+    arguments: tuple[Any, ...]
+    commands: list[Command]
+    over_quota: list[int]
 
 
 @dataclass
 class Walk:
-    """One random walk; `log` keeps every accepted event with its commands."""
+    """One random walk; `log` keeps every accepted event."""
 
     core: Core
     config: Config
     rng: np.random.Generator
-    log: list[tuple[str, tuple[Any, ...], list[Command]]] = field(default_factory=list)
+    log: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rules = RuleObserver(self.config)
         self.rows: list[Row] = []
+        self.running: list[int] = []
         self.plan: list[list[int]] = []
         self.past_rows: list[F32] = []
         self.may_speculate = 0  # per layer, so that a walk comes to its end
-        names = (
-            "loaded",
-            "failed",
-            "paused",
-            "search",
-            "compute",
-            "gate",
-            "speculate",
-            "foresight",
-            "illegal",
-        )
+        names = ("loaded", "failed", "search", "compute", "gate", "speculate", "foresight", "illegal")
         self.weights = {name: float(self.rng.choice([0.2, 1.0, 1.0, 5.0])) for name in names}
         self.weights["prefetched"] = float(self.rng.choice([0.05, 0.3, 1.0]))
         self.weights["stopping"] = float(
@@ -82,7 +91,9 @@ class Walk:
 
     def run(self, iterations: int) -> None:
         """Walk until so many iterations have ended and every load has landed, or the core aborts."""
-        if self.config.predictor == "map" and self.rng.random() < 0.7:
+        if self.rng.random() < 0.2:
+            self._do("preload", draw_preload(self.rng, self.config))
+        if self.config.predictor in ("map", "activation") and self.rng.random() < 0.6:
             self._seed()
         while not self.rules.aborted:
             flying = any(d.transfer is not None for d in self.rules.devices)
@@ -96,9 +107,15 @@ class Walk:
                 raise AssertionError("the walk does not come to its end")
 
     def _do(self, event: str, *arguments: Any) -> None:
+        before = self.rules.settled(self.rules.layer) & self.rules.resident
         commands = getattr(self.core, event)(*arguments)
-        self.log.append((event, arguments, commands))
-        self.rules.observe(event, arguments, commands)
+        over_quota: list[int] = []
+        if self.config.layer_quota and event == "computed":
+            resident = {e for g in range(self.config.devices) for e in self.core.residents(g)}
+            named = {c[7] for c in commands if c[0] == "Load"}
+            over_quota = sorted(before - resident - named)
+        self.log.append(Step(event, arguments, commands, over_quota))
+        self.rules.observe(*self.log[-1])
         self.rules.check_counters(self.core.counter_values())
 
     # -- choosing
@@ -131,7 +148,7 @@ class Walk:
             options.append(("compute", self._compute))
         if rules.open and rules.layer_done:
             last = rules.layer == config.layers - 1
-            options.append(("gate", partial(self._do, "end_iteration") if last else self._gate))
+            options.append(("gate", self._end if last else self._gate))
         if rules.open and self.may_speculate > 0 and rules.layer < config.layers - 1:
             options.append(("speculate", self._speculate))
         if options:
@@ -157,12 +174,12 @@ class Walk:
         phase = str(rng.choice(PHASES))
         self.rows = [
             Row(
-                request=int(rng.integers(100)),
+                request=request,
                 phase=phase,
                 tokens=int(rng.choice([1, 2, 37, 1000])),
                 embedding=self._embedding() if rng.random() < 0.8 else None,
             )
-            for _ in range(int(rng.integers(1, 4)))
+            for request in self._requests()
         ]
         self.plan = [self._required() for _ in range(config.layers)]
         if self.knows_future:
@@ -181,7 +198,18 @@ class Walk:
             experts = sorted(coming | set(experts))
         counts = [int(self.rng.integers(1, 9)) for _ in experts]
         self.may_speculate = 4 * (self.config.predictor == "speculate")
-        self._do("gate", layer, self._batch(), experts, counts)
+        self._do("gate", layer, self._batch(), experts, counts, self._row_counts(experts, counts))
+
+    def _end(self) -> None:
+        """Some rows' requests finish, now and then also one that waits or one that nobody knows."""
+        rng = self.rng
+        known = {row.request for row in self.rows} | ({*self.running} if rng.random() < 0.2 else set())
+        finished = [request for request in sorted(known) if rng.random() < 0.5]
+        if rng.random() < 0.1:
+            finished.append(1_000_000)
+        rng.shuffle(finished)
+        self.running = [request for request in self.running if request not in finished]
+        self._do("end_iteration", finished)
 
     def _speculate(self) -> None:
         target = int(self.rng.integers(self.rules.layer + 1, self.config.layers))
@@ -211,59 +239,7 @@ class Walk:
         self._do("computed", self.rules.layer, some)
 
     def _illegal(self) -> None:
-        rules, config, rows = self.rules, self.config, self._batch() if self.rows else np.zeros((1, 1))
-        layer, flying = rules.layer, {d.transfer.expert for d in rules.devices if d.transfer is not None}
-        here = max(layer, 0) * config.experts
-        attempts: list[tuple[Any, ...]] = [
-            ("gate", layer + 2, rows, [0], [1]),
-            ("gate", layer + 1, rows, [], []),
-            ("gate", layer + 1, rows, [0, 0], [1, 1]),
-            ("gate", layer + 1, rows, [config.experts], [1]),
-            ("gate", layer + 1, rows + np.float32(1.5), [0], [1]),
-            ("gate", layer + 1, np.full_like(rows, np.nan), [0], [1]),
-            ("gate", layer + 1, rows[:, :-1], [0], [1]),
-            ("gate", layer + 1, rows, [0], [1, 1]),
-            ("gate", layer + 1, rows, [0], [0]),
-            ("search_done", rules.searches.next_ticket),
-            ("loaded", -1),
-            ("loaded", config.layers * config.experts),
-            ("speculation", layer, layer, rows),
-            ("foresight", self.known_steps + 2 * config.layers, [[0]]),
-            (
-                "foresight",
-                max(0, rules.iteration * config.layers + layer + 1),
-                [[config.layers * config.experts]],
-            ),
-        ]
-        if rules.open:
-            attempts.append(("begin_iteration", self.rows))
-        else:
-            attempts += [("end_iteration",), ("gate", layer + 1, rows, [0], [1]), ("begin_iteration", [])]
-            attempts.append(("begin_iteration", [Row(1, "decode", 1), Row(2, "prefill", 9)]))
-            attempts.append(("begin_iteration", [Row(1, "decode", 0)]))
-            if config.embedding_width:
-                hot = np.full(config.embedding_width, 1e6, dtype=np.float32)  # infinite in half precision
-                attempts.append(("begin_iteration", [Row(1, "decode", 1, hot)]))
-        if not rules.layer_done:
-            attempts += [("end_iteration",), ("gate", layer + 1, rows, [0], [1])]
-        if rules.iteration >= 0:
-            shape = (0, config.layers, config.experts)
-            attempts.append(
-                ("seed_store", np.zeros(shape), np.zeros((0, config.embedding_width)), np.zeros(0, int))
-            )
-        attempts += [
-            ("computed", layer, [e - here])
-            for e in range(here, here + config.experts)
-            if e not in rules.chunk
-        ]
-        attempts += [("loaded", e) for e in range(config.layers * config.experts) if e not in flying]
-        for t in (d.transfer for d in rules.devices):
-            if t is not None:
-                wrong = config.expert_bytes if t.asked_to_stop else t.offset
-                attempts.append(("paused", t.expert, wrong))
-        attempts += [
-            ("search_done", n) for n, *_ in rules.searches.pending if n not in rules.searches.done_next()
-        ]
+        attempts = illegal_events(self)
         event, *arguments = attempts[int(self.rng.integers(len(attempts)))]
         try:
             getattr(self.core, event)(*arguments)
@@ -273,6 +249,24 @@ class Walk:
         raise AssertionError(f"accepted an illegal {event}{tuple(arguments)}")
 
     # -- values
+
+    def _requests(self) -> list[int]:
+        """Of one to three rows: running requests that go on, and new ones; now and then one comes twice."""
+        requests: list[int] = []
+        for _ in range(int(self.rng.integers(1, 4))):
+            waiting = [r for r in self.running if r not in requests or self.rng.random() < 0.1]
+            if not waiting or self.rng.random() < 0.3:
+                waiting = [int(self.rng.integers(100))]
+            requests.append(waiting[int(self.rng.integers(len(waiting)))])
+            self.running = sorted({*self.running, *requests})
+        return requests
+
+    def _row_counts(self, experts: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.int32] | None:
+        if not self.config.counts_rows:
+            return None
+        sums = np.zeros(self.config.experts, dtype=int)
+        sums[list(experts)] = counts
+        return draw_row_counts(self.rng, len(self.rows), sums.tolist())
 
     def _required(self) -> list[int]:
         size = int(self.rng.integers(1, self.config.experts + 1))

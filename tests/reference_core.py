@@ -9,13 +9,15 @@ A rejected event raises CoreError and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from reference_devices import PHASES, Command, Config, Flight
 from reference_formulas import F16, round_f16, unit_embedding
-from reference_predictions import Predictions, Row, check
+from reference_plugin import UserPolicy
+from reference_predictions import Predictions, Row
+from reference_state import PHASES, Command, Config, Flight, check
 
 MAX_FAILURES = 3
 
@@ -23,22 +25,9 @@ MAX_FAILURES = 3
 class ReferenceCore(Predictions):
     """The policy core, event by event."""
 
-    def __init__(self, config: Config) -> None:
-        check(
-            min(config.layers, config.experts, config.devices, config.slots_per_device) >= 1,
-            "sizes are at least 1",
-        )
-        check(1 <= config.top_k <= config.experts, f"top_k {config.top_k} is outside 1 … {config.experts}")
-        check(
-            config.prefetch_distance >= 1 and config.store_capacity >= 1,
-            "distance and capacity are at least 1",
-        )
-        owned = -(-config.layers * config.experts // config.devices)
-        check(
-            not config.preloaded or config.slots_per_device >= owned,
-            "preloaded needs a slot for every expert",
-        )
-        super().__init__(config)
+    def __init__(self, config: Config, policy: UserPolicy | None = None) -> None:
+        super().__init__(config, policy)
+        self.preloaded = False
         self.rest: list[int] = []
         self.chunk: set[int] = set()
 
@@ -50,6 +39,25 @@ class ReferenceCore(Predictions):
         self.counters.unused_bytes = self.config.expert_bytes * unused + held
         return self.counters.values()
 
+    def residents(self, device: int) -> list[int]:
+        """Resident experts of a device in the order of its slots."""
+        return [e for e in self.held(device) if self.states[e].status == "resident"]
+
+    # -- before the first iteration
+
+    def preload(self, experts: Sequence[int]) -> list[Command]:
+        self.accepting()
+        check(self.iteration < 0 and not self.preloaded, "experts are preloaded once, before all iterations")
+        check(all(a < b for a, b in pairwise(experts)), "experts ascend strictly")
+        check(all(0 <= e < len(self.states) for e in experts), "an expert is out of range")
+        for device, table in enumerate(self.slots):
+            kept = sum(self.device_of(e) == device for e in experts)
+            check(kept < len(table) or kept == self.config.owned(device), f"device {device} has no slot left")
+            check(table == [-1] * len(table), "nothing was loaded yet")
+        self.preloaded = True
+        self.keep(experts)
+        return self.finish()
+
     # -- the iteration
 
     def begin_iteration(self, rows: Sequence[Row]) -> list[Command]:
@@ -60,18 +68,19 @@ class ReferenceCore(Predictions):
             check(row.phase in PHASES and row.tokens >= 1, f"bad row {row}")
             check(row.phase == rows[0].phase, "an iteration is either prefill or decode")
         embeddings = [self._embedding(row) for row in rows]
-        config = self.config
         self.open, self.l_now = True, -1
         self.iteration += 1
         self.rows, self.embeddings, self.gate_rows = list(rows), embeddings, []
-        with_embedding = sum(e is not None for e in embeddings)
-        if config.predictor == "map" and config.semantic and self.stored and with_embedding:
-            near = min(config.prefetch_distance, config.layers)
-            self.search("semantic", range(near), with_embedding * self.stored * config.embedding_work)
+        self.search_before_gates()
         return self.finish()
 
     def gate(
-        self, layer: int, probabilities: npt.ArrayLike, experts: Sequence[int], token_counts: Sequence[int]
+        self,
+        layer: int,
+        probabilities: npt.ArrayLike,
+        experts: Sequence[int],
+        token_counts: Sequence[int],
+        row_counts: npt.ArrayLike | None = None,
     ) -> list[Command]:
         self.accepting()
         config = self.config
@@ -82,10 +91,13 @@ class ReferenceCore(Predictions):
         check(len(token_counts) == len(experts), "one token count per expert")
         check(min(token_counts) > 0, "every expert has tokens")
         gate_rows = self.probabilities(probabilities)
+        counts = self._row_counts(experts, token_counts, row_counts)
 
         self.l_now = layer
         self.gates += 1
         self.gate_rows.append(gate_rows)
+        if config.counts_rows:
+            self.activations.grow([row.request for row in self.rows], layer, counts)
         base = layer * config.experts
         wanted = range(config.experts) if config.load_shape == "layer" else experts
         required = [base + j for j in wanted]
@@ -93,6 +105,8 @@ class ReferenceCore(Predictions):
             self.states[e].freq += 1.0
             self.states[e].stamp = self.gates
         self._look_up([base + j for j in experts])
+        if config.eviction == "lfru":
+            self.give_privileges(required)
         for e in required:
             state = self.states[e]
             if state.status in ("resident", "loading"):
@@ -103,10 +117,7 @@ class ReferenceCore(Predictions):
         self._leave_queues(set(required))
         self.rest = required
         self._next_chunk()
-        target = layer + config.prefetch_distance
-        if config.predictor == "map" and config.trajectory and target < config.layers and self.stored:
-            work = len(self.rows) * self.stored * config.experts
-            self.search("trajectory", range(target, target + 1), work)
+        self.search_after_gate(counts)
         return self.finish()
 
     def computed(self, layer: int, experts: Sequence[int]) -> list[Command]:
@@ -122,13 +133,16 @@ class ReferenceCore(Predictions):
             self.chunk.remove(e)
         if not self.chunk and self.rest:
             self._next_chunk()
+        elif not self.chunk and self.config.layer_quota > 0:
+            self.enforce_quota(layer)
         return self.finish()
 
-    def end_iteration(self) -> list[Command]:
+    def end_iteration(self, finished: Sequence[int] = ()) -> list[Command]:
         self.accepting()
         config = self.config
         check(self.open and self.l_now == config.layers - 1, "the last layer has no gate yet")
         check(not self.chunk and not self.rest, "the last layer is not computed")
+        check(len(set(finished)) == len(finished), "a request finishes once")
         self.open = False
         for queue in self.queues:
             self.counters.dropped += len(queue)
@@ -139,8 +153,10 @@ class ReferenceCore(Predictions):
                 self.counters.late_searches += 1
         for state in self.states:
             state.freq *= config.frequency_decay
-        if config.predictor == "map":
-            self.issue_updates()
+        self.issue_updates(finished)
+        self.activations.forget(finished)
+        if config.predictor == "plugin":
+            self.ask(lambda policy: policy.end_iteration(list(finished)))
         return self.finish()
 
     # -- transfers
@@ -210,6 +226,24 @@ class ReferenceCore(Predictions):
         )
         return unit_embedding(row.embedding)
 
+    def _row_counts(
+        self, experts: Sequence[int], token_counts: Sequence[int], row_counts: npt.ArrayLike | None
+    ) -> npt.NDArray[np.int64]:
+        """The tokens [B, J] of every row; empty where nobody asks for them."""
+        check(
+            (row_counts is not None) == self.config.counts_rows,
+            "row counts come with `activation` and `plugin`",
+        )
+        if row_counts is None:
+            return np.zeros((0, self.config.experts), dtype=np.int64)
+        counts = np.asarray(row_counts, dtype=np.int64)
+        check(counts.shape == (len(self.rows), self.config.experts), "row counts have the shape [B, J]")
+        check(bool((counts >= 0).all()), "row counts are not negative")
+        totals = np.zeros(self.config.experts, dtype=np.int64)
+        totals[list(experts)] = token_counts
+        check(bool((counts.sum(axis=0) == totals).all()), "row counts sum to the token counts")
+        return counts
+
     def _look_up(self, activated: list[int]) -> None:
         counters, phase = self.counters, PHASES.index(self.rows[0].phase)
         for e in activated:
@@ -230,10 +264,10 @@ class ReferenceCore(Predictions):
         chunk: list[int] = []
         for device in range(config.devices):
             mine = [e for e in self.rest if self.device_of(e) == device]
-            kept = [e for e in mine if self.states[e].pinned]
+            ready = [e for e in mine if self.states[e].pinned]
             more = [e for e in mine if not self.states[e].pinned]
-            pinned = sum(self.states[e].pinned for e in self.slots[device] if e >= 0)
-            chunk += kept + more[: config.slots(device) - pinned]
+            taken = sum(self.states[e].pinned or self.states[e].kept for e in self.held(device))
+            chunk += ready + more[: config.slots(device) - taken]
         self.chunk = set(chunk)
         self.rest = [e for e in self.rest if e not in self.chunk]
         for e in self.chunk:

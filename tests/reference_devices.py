@@ -1,207 +1,28 @@
-"""The reference core's devices: expert states, slots, queues, pump, eviction and counters."""
+"""The reference core's devices: queues, demands and the pump that gives every idle device its next load."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
-
-import numpy as np
-from finemoe.errors import CoreError
-from reference_formulas import belady_key, finemoe_key, lfu_key, lru_key, priority
-
-Command = tuple[Any, ...]
-PHASES = ("prefill", "decode")
+from reference_eviction import Slots
+from reference_formulas import priority
+from reference_plugin import UserPolicy
+from reference_state import Config, Flight
 
 
-@dataclass(frozen=True)
-class Config:
-    """`CoreConfig` of docs/core.md, field by field."""
+class Devices(Slots):
+    """Everything below the events."""
 
-    layers: int
-    experts: int
-    top_k: int
-    devices: int
-    slots_per_device: int
-    expert_bytes: int
-    predictor: str = "map"
-    semantic: bool = True
-    trajectory: bool = True
-    prefetch_distance: int = 1
-    store_capacity: int = 4
-    embedding_width: int = 0
-    embedding_work: int = 0
-    eviction: str = "finemoe"
-    frequency: str = "run"
-    frequency_decay: float = 1.0
-    rank_prefill_by_tokens: bool = False
-    load_shape: str = "expert"
-    search_blocks: bool = False
-    preempt_scope: str = "device"
-    preloaded: bool = False
-
-    def slots(self, device: int) -> int:
-        """S of a device: never more than the experts it owns."""
-        return min(self.slots_per_device, len(range(device, self.layers * self.experts, self.devices)))
-
-
-@dataclass
-class Counters:
-    """What the core counts; lists are [phase][layer] with phases in the order of PHASES."""
-
-    layers: int
-    activated: list[list[int]] = field(init=False)
-    hits: list[list[int]] = field(init=False)
-    late: list[list[int]] = field(init=False)
-    misses: list[list[int]] = field(init=False)
-    demand_bytes: int = 0
-    prefetch_bytes: int = 0
-    useful_bytes: int = 0
-    wasted_bytes: int = 0
-    demand_loads: int = 0
-    prefetch_loads: int = 0
-    evictions: int = 0
-    preemptions: int = 0
-    dropped: int = 0
-    searches: int = 0
-    late_searches: int = 0
-    skipped_updates: int = 0
-    failed_prefetches: int = 0
-    unused_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("activated", "hits", "late", "misses"):
-            setattr(self, name, [[0] * self.layers for _ in PHASES])
-
-    def values(self) -> dict[str, Any]:
-        """A copy of all counters by name."""
-        return {name: value for name, value in asdict(self).items() if name != "layers"}
-
-
-@dataclass
-class Expert:
-    """State of one expert; `offset` counts only while partial."""
-
-    p: float
-    status: str = "absent"
-    slot: int = -1
-    pinned: bool = False
-    freq: float = 1.0
-    stamp: int = 0
-    unused: bool = False
-    failures: int = 0
-    offset: int = 0
-
-
-@dataclass
-class Flight:
-    """The load in flight of a device."""
-
-    expert: int
-    slot: int
-    offset: int
-    kind: str
-    iteration: int
-    asked_to_stop: bool = False
-
-
-class Devices:
-    """Everything below the events: who lies where, what loads next, who has to go."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.l_now = config.layers - 1  # as after the end of an iteration −1: the current step is −1
-        self.iteration = -1
-        self.gates = 0
-        self.out: list[Command] = []
-        self.counters = Counters(config.layers)
-        start = float(np.float32(1.0 / config.experts))
-        self.states = [Expert(p=start) for _ in range(config.layers * config.experts)]
-        self.slots: list[list[int]] = [[-1] * config.slots(g) for g in range(config.devices)]
-        self.flights: list[Flight | None] = [None] * config.devices
+    def __init__(self, config: Config, policy: UserPolicy | None = None) -> None:
+        super().__init__(config, policy)
         self.queues: list[set[int]] = [set() for _ in range(config.devices)]
         self.demands: list[set[int]] = [set() for _ in range(config.devices)]
-        self.future: dict[int, frozenset[int]] = {}
-        if config.preloaded:
-            for e, state in enumerate(self.states):
-                state.status, state.slot = "resident", e // config.devices
-                self.slots[e % config.devices][state.slot] = e
 
-    # -- small questions
-
-    def layer_of(self, expert: int) -> int:
-        return expert // self.config.experts
-
-    def device_of(self, expert: int) -> int:
-        return expert % self.config.devices
-
-    def flight_of(self, expert: int) -> Flight:
-        """The load that brings `expert`; raises CoreError where it is not in flight."""
-        if 0 <= expert < len(self.states):
-            flight = self.flights[self.device_of(expert)]
-            if flight is not None and flight.expert == expert:
-                return flight
-        raise CoreError(f"expert {expert} is not in flight")
-
-    def partial_of(self, device: int) -> int | None:
-        """The device's partial expert."""
-        for e in self.slots[device]:
-            if e >= 0 and self.states[e].status == "partial":
-                return e
-        return None
-
-    # -- leaving a slot
-
-    def free_slot(self, expert: int) -> None:
-        """Make an expert absent and its slot free."""
-        state = self.states[expert]
-        self.slots[self.device_of(expert)][state.slot] = -1
-        state.status, state.slot, state.unused, state.offset = "absent", -1, False, 0
-
-    def drop_partial(self, expert: int) -> None:
-        """Give up a partial expert: its bytes are wasted."""
-        self.counters.dropped += 1
-        self.counters.wasted_bytes += self.states[expert].offset
-        self.free_slot(expert)
-
-    def evict(self, expert: int) -> None:
-        """Evict a victim."""
-        state = self.states[expert]
-        self.counters.evictions += 1
-        if state.unused:
-            self.counters.wasted_bytes += self.config.expert_bytes
-        if self.config.frequency == "residency":
-            state.freq = 1.0
-        self.free_slot(expert)
-
-    def victim(self, device: int) -> int | None:
-        """The resident, unpinned expert of a device with the smallest eviction key."""
-        return min(
-            (
-                e
-                for e in self.slots[device]
-                if e >= 0 and self.states[e].status == "resident" and not self.states[e].pinned
-            ),
-            key=self.eviction_key,
-            default=None,
+    def prefetch_open(self) -> bool:
+        """Bit 5 of the mask: prefetches of the next layer are still to come."""
+        following = self.l_now + 1
+        return self.config.prefetch_blocks and any(
+            flight is not None and following in map(self.layer_of, (flight.expert, *queue))
+            for flight, queue in zip(self.flights, self.queues, strict=True)
         )
-
-    def eviction_key(self, expert: int) -> tuple[float, ...]:
-        state, layer = self.states[expert], self.layer_of(expert)
-        if self.config.eviction == "lru":
-            return lru_key(state.stamp, expert)
-        if self.config.eviction == "lfu":
-            return lfu_key(state.freq, state.stamp, expert)
-        if self.config.eviction == "belady":
-            return belady_key(self.next_use(expert), expert)
-        return finemoe_key(state.p, state.freq, layer, self.l_now, self.config.layers, expert)
-
-    def next_use(self, expert: int) -> float:
-        """The next step after the current one that is known to require the expert, else infinity."""
-        now = self.iteration * self.config.layers + self.l_now
-        return min((s for s, needed in self.future.items() if s > now and expert in needed), default=math.inf)
-
-    # -- the pump
 
     def pump(self) -> None:
         """Start what every idle device should load next, in ascending order."""
@@ -225,12 +46,18 @@ class Devices:
         if self.states[expert].status == "partial":
             self._load(expert, self.states[expert].slot, "demand", -1)
             return
-        place = self._room(device)
-        if place is None:
+        quota_victim = self.quota_victim(expert)
+        if quota_victim is not None:
+            place = self._take_over(quota_victim)
+        elif -1 in self.slots[device]:
+            place = self.slots[device].index(-1), -1
+        elif (victim := self.victim(device)) is not None:
+            place = self._take_over(victim)
+        else:
             partial = self.partial_of(device)
             assert partial is not None, "a chunk never needs more slots than the device has"
             assert not self.states[partial].pinned, "a pinned partial expert is never reclaimed"
-            place = (self.states[partial].slot, -1)
+            place = self.states[partial].slot, -1
             self.drop_partial(partial)
         self._load(expert, place[0], "demand", place[1])
 
@@ -243,11 +70,15 @@ class Devices:
         expert = self.oracle_choice(device) if oracle else self.queue_choice(device)
         if expert is None:
             return
-        place = self._room(device)
-        if place is not None:
-            self.queues[device].discard(expert)
-            self.states[expert].stamp = self.gates
-            self._load(expert, place[0], "prefetch", place[1])
+        if -1 in self.slots[device]:
+            place = self.slots[device].index(-1), -1
+        elif (victim := self.prefetch_victim(device)) is not None:
+            place = self._take_over(victim)
+        else:
+            return
+        self.queues[device].discard(expert)
+        self.states[expert].stamp = self.gates
+        self._load(expert, place[0], "prefetch", place[1])
 
     def oracle_choice(self, device: int) -> int | None:
         """The next expert that will be missing, unless whoever leaves for it is needed by then."""
@@ -258,26 +89,21 @@ class Devices:
         if not missing:
             return None
         step, expert = min(missing)
-        victim = self.victim(device)
+        victim = self.prefetch_victim(device)
         if -1 not in self.slots[device] and victim is not None and self.next_use(victim) <= step:
             return None
         return expert
 
     def queue_choice(self, device: int) -> int | None:
         """The queued expert of the largest priority."""
-        return max(
-            self.queues[device],
-            key=lambda e: (priority(self.states[e].p, self.layer_of(e), self.l_now), -e),
-            default=None,
-        )
+        return max(self.queues[device], key=lambda e: (*self._priority(e), -e), default=None)
 
-    def _room(self, device: int) -> tuple[int, int] | None:
-        """(slot, evicted expert or −1): the lowest free slot, else the victim's."""
-        if -1 in self.slots[device]:
-            return self.slots[device].index(-1), -1
-        victim = self.victim(device)
-        if victim is None:
-            return None
+    def _priority(self, expert: int) -> tuple[float, ...]:
+        config, p = self.config, self.states[expert].p
+        return priority(config.priority, p, self.layer_of(expert), self.l_now, config.layers)
+
+    def _take_over(self, victim: int) -> tuple[int, int]:
+        """(slot, evicted expert) of a victim that leaves now."""
         slot = self.states[victim].slot
         self.evict(victim)
         return slot, victim

@@ -74,6 +74,30 @@ def inverse_norms(rows: F16) -> F32:
     return result
 
 
+def shares(counts: npt.ArrayLike) -> F32:
+    """f32(count / sum over the last axis) of token counts [… J], divided in f64; 0 where the sum is 0."""
+    tokens = np.asarray(counts, dtype=np.float64)
+    totals = tokens.sum(axis=-1, keepdims=True)
+    quotients: npt.NDArray[np.float64] = np.zeros_like(tokens)
+    np.divide(tokens, totals, out=quotients, where=totals > 0.0)
+    return quotients.astype(np.float32)
+
+
+def row_inverse_norms(rows: F16) -> F32:
+    """f32(1 / √(f64 sum of squares)) of each row [m, J] alone, 0 where the sum is 0."""
+    return np.array([inverse_norms(row[None])[0] for row in rows], dtype=np.float32)
+
+
+def activation_keys(matrices: F16, query: F16) -> F32:
+    """Sums [n] of the cosines of the rows 0 … m of stored matrices [n, L, J] and of a query [m + 1, J]."""
+    total = np.zeros(len(matrices), dtype=np.float32)
+    own = row_inverse_norms(query)
+    for layer in range(len(query)):
+        stored = row_inverse_norms(matrices[:, layer])
+        total = total + layer_sums(matrices[:, layer], query[layer]) * stored * own[layer]
+    return total
+
+
 def best_map(keys: F32, written: npt.NDArray[np.int64]) -> int:
     """Place of the largest key; among equal keys the most recently written map."""
     return max(range(len(keys)), key=lambda i: (float(keys[i]), int(written[i])))
@@ -96,6 +120,13 @@ def delta_set(p: npt.ArrayLike, delta: float, top_k: int) -> list[int]:
         chosen.append(j)
         mass += values[j]
     return sorted(chosen)
+
+
+def select(selector: str, p: npt.ArrayLike, delta: float, top_k: int) -> list[int]:
+    """The prefetch set of one row, ascending j."""
+    if selector == "positive":
+        return [j for j, value in enumerate(np.asarray(p).tolist()) if value > 0.0]
+    return delta_set(p, 0.0 if selector == "top_k" else delta, top_k)
 
 
 def delta_set_brute_force(p: npt.ArrayLike, delta: float, top_k: int) -> list[int]:
@@ -133,9 +164,13 @@ def redundancy(semantic: F32 | None, trajectory: F32, distance: int, layers: int
     return ws * semantic + wt * trajectory
 
 
-def priority(p: float, layer: int, l_now: int) -> float:
+def priority(kind: str, p: float, layer: int, l_now: int, layers: int) -> tuple[float, ...]:
     """Prefetch priority, largest first."""
-    return p / (layer - l_now)
+    if kind == "depth":
+        return (p * (1.0 - (layer - l_now) / layers),)
+    if kind == "layer":
+        return (-layer, p)
+    return (p / (layer - l_now),)
 
 
 def finemoe_key(
@@ -154,6 +189,16 @@ def lru_key(stamp: int, expert: int) -> tuple[int, int]:
 def lfu_key(freq: float, stamp: int, expert: int) -> tuple[float, int, int]:
     """Eviction key of `lfu`."""
     return (freq, stamp, expert)
+
+
+def lfru_key(privileged: bool, freq: float, stamp: int, expert: int) -> tuple[int, float, int, int]:
+    """Eviction key of `lfru`: LFU among the others first, then LRU among the privileged."""
+    return (1, 0.0, stamp, expert) if privileged else (0, freq, stamp, expert)
+
+
+def activation_key(share: float, layer: int, layers: int, stamp: int, expert: int) -> tuple[float, int, int]:
+    """Eviction key of `activation`; `share` is a."""
+    return ((share + 1e-6) * (1.0 - layer / layers), stamp, expert)
 
 
 def belady_key(next_use: float, expert: int) -> tuple[float, int]:

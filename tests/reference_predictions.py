@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-from finemoe.errors import CoreError
-from reference_devices import Command, Config, Devices
-from reference_formulas import F16, delta_of, delta_set, rank_by_tokens, round_f16
-from reference_store import ReferenceStore
+from reference_devices import Devices
+from reference_formulas import F16, F32, delta_of, rank_by_tokens, round_f16, select
+from reference_plugin import UserPolicy, all_embeddings, checked
+from reference_state import Command, Config, check
+from reference_store import ActivationStore, ReferenceStore
 
 MAX_UPDATES = 1024
 
@@ -28,7 +29,10 @@ class Row:
 
 @dataclass
 class Work:
-    """A search or an update that the worker has not done yet; `rows` are gate rows [B, layers so far, J]."""
+    """A search or an update that the worker has not done yet.
+
+    `rows` [B, layers so far, J]: gate rows, or shares of activation matrices.
+    """
 
     ticket: int
     kind: str
@@ -41,16 +45,14 @@ class Work:
 class Predictions(Devices):
     """The map store, the worker's pending work and the events that bring predictions."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.store = ReferenceStore(
-            config.layers, config.experts, config.embedding_width, config.store_capacity
-        )
+    def __init__(self, config: Config, policy: UserPolicy | None = None) -> None:
+        super().__init__(config, policy)
+        make_store = ActivationStore if config.predictor == "activation" else ReferenceStore
+        self.store = make_store(config.layers, config.experts, config.embedding_width, config.store_capacity)
         self.stored = 0  # maps in the store once every update issued so far is done
         self.pending: list[Work] = []
         self.next_ticket = 0
         self.open = False
-        self.aborted = False
         self.rows: list[Row] = []
         self.embeddings: list[F16 | None] = []
         self.gate_rows: list[F16] = []
@@ -81,7 +83,7 @@ class Predictions(Devices):
         check(self.open and layer == self.l_now, f"layer {layer} is not the current one")
         check(layer < target < self.config.layers, f"target {target} is not a later layer")
         rows = self.probabilities(probabilities)
-        self._take_result(target, [(row, 0.0, i) for i, row in enumerate(rows)])
+        self._take_result(target, [(p, 0.0, row) for p, row in zip(rows, self.rows, strict=True)])
         return self.finish()
 
     def search_done(self, ticket: int) -> list[Command]:
@@ -141,12 +143,50 @@ class Predictions(Devices):
         check(all(a < b for a, b in pairwise(experts)), "experts ascend strictly")
         check(base <= experts[0] and experts[-1] < base + self.config.experts, f"experts of layer {layer}")
 
-    def search(self, kind: str, targets: range, work: int) -> None:
-        rows = (
-            np.stack(self.gate_rows, axis=1)
-            if self.gate_rows
-            else np.zeros((len(self.rows), 0, 0), np.float16)
-        )
+    def search_before_gates(self) -> None:
+        """What `begin_iteration` predicts."""
+        config = self.config
+        near = range(min(config.prefetch_distance, config.layers))
+        with_embedding = sum(e is not None for e in self.embeddings)
+        if config.predictor == "map" and config.semantic and self.stored and with_embedding:
+            none = np.zeros((len(self.rows), 0, config.experts), dtype=np.float16)
+            self._search("semantic", near, none, with_embedding * self.stored * config.embedding_work)
+        if config.popular_start:
+            for layer in near:
+                p = self.activations.popular(layer)
+                if p is not None:
+                    self._take_result(layer, [(p, 0.0, None)], "top_k")
+        if config.predictor == "plugin":
+            rows = [(row.request, row.phase, row.tokens) for row in self.rows]
+            embeddings = all_embeddings(self.embeddings, config.embedding_width)
+            self._ask_for_predictions(lambda policy: policy.begin_iteration(rows, embeddings))
+
+    def search_after_gate(self, row_counts: npt.NDArray[np.int64]) -> None:
+        """What the gate of layer l_now predicts."""
+        config, layer = self.config, self.l_now
+        if config.targets == "later":
+            targets = range(layer + 1, config.layers)
+        else:
+            target = layer + config.prefetch_distance
+            targets = range(target, min(target + 1, config.layers))
+        work = len(self.rows) * self.stored * config.experts
+        if targets and self.stored and config.predictor == "map" and config.trajectory:
+            self._search("trajectory", targets, np.stack(self.gate_rows, axis=1), work)
+        if targets and self.stored and config.predictor == "activation":
+            rows = [self.activations.rows(row.request)[: layer + 1] for row in self.rows]
+            self._search("trajectory", targets, np.stack(rows), work)
+        if config.predictor == "plugin":
+            probabilities = self.gate_rows[-1].astype(np.float32)
+            counts = row_counts.astype(np.int32)
+            self._ask_for_predictions(lambda policy: policy.gate(layer, probabilities, counts))
+
+    def _ask_for_predictions(self, question: Callable[[UserPolicy], Mapping[int, npt.ArrayLike]]) -> None:
+        config = self.config
+        answer = self.ask(lambda policy: checked(question(policy), self.l_now, config.layers, config.experts))
+        for target, p in answer:
+            self._take_result(target, [(p, 0.0, None)])
+
+    def _search(self, kind: str, targets: range, rows: F16, work: int) -> None:
         self._issue(
             Work(self.next_ticket, kind, targets, rows, self.embeddings), work, self.config.search_blocks
         )
@@ -160,41 +200,56 @@ class Predictions(Devices):
         if blocking:
             self.out.append(("WaitSearch", item.ticket))
 
-    def issue_updates(self) -> None:
-        config, maps = self.config, np.stack(self.gate_rows, axis=1)
-        for i, embedding in enumerate(self.embeddings):
-            if sum(work.kind == "update" for work in self.pending) >= MAX_UPDATES:
-                self.counters.skipped_updates += 1
-                continue
-            width = 0 if embedding is None else config.embedding_work
-            work = self.stored * (width + config.layers * config.experts)
-            self._issue(Work(self.next_ticket, "update", range(0), maps[i : i + 1], [embedding]), work, False)
-            self.stored = min(self.stored + 1, config.store_capacity)
+    def issue_updates(self, finished: Sequence[int]) -> None:
+        """One update per row (predictor `map`) or per row whose request has finished (`activation`)."""
+        config, values = self.config, self.config.layers * self.config.experts
+        if config.predictor == "map":
+            maps = np.stack(self.gate_rows, axis=1)
+            for i, embedding in enumerate(self.embeddings):
+                width = 0 if embedding is None else config.embedding_work
+                self._issue_update(maps[i : i + 1], embedding, width + values)
+        if config.predictor == "activation":
+            for row in self.rows:
+                if row.request in finished:
+                    self._issue_update(self.activations.rows(row.request)[None], None, values)
+
+    def _issue_update(self, rows: F16, embedding: F16 | None, width: int) -> None:
+        if sum(work.kind == "update" for work in self.pending) >= MAX_UPDATES:
+            self.counters.skipped_updates += 1
+            return
+        update = Work(self.next_ticket, "update", range(0), rows, [embedding])
+        self._issue(update, self.stored * width, False)
+        self.stored = min(self.stored + 1, self.config.store_capacity)
 
     def _take_search(self, work: Work, targets: list[int]) -> None:
-        found: list[tuple[int, float, int]] = []  # place of the best map, δ, row
-        for i, (rows, embedding) in enumerate(zip(work.rows, work.embeddings, strict=True)):
+        found: list[tuple[int, float, Row]] = []  # place of the best map, δ, row
+        for row, rows, embedding in zip(self.rows, work.rows, work.embeddings, strict=True):
             if work.kind == "trajectory":
                 best, score = self.store.trajectory(rows)
             elif embedding is not None:
                 best, score = self.store.semantic(embedding)
             else:
                 continue
-            found.append((best, delta_of(score), i))
+            found.append((best, delta_of(score), row))
         for target in targets:
-            self._take_result(target, [(self.store.maps[best, target], delta, i) for best, delta, i in found])
+            self._take_result(
+                target, [(self.store.maps[best, target], delta, row) for best, delta, row in found]
+            )
 
-    def _take_result(self, target: int, rows: list[tuple[F16, float, int]]) -> None:
-        """Use (p [J], δ, row of the batch) of every row that has a prediction for layer `target`."""
+    def _take_result(
+        self, target: int, rows: Sequence[tuple[F16 | F32, float, Row | None]], selector: str = ""
+    ) -> None:
+        """Use every (p [J], δ, its row of the batch, if any) that predicts layer `target`."""
         config, base = self.config, target * self.config.experts
         rank = [0.0] * config.experts
         chosen: set[int] = set()
-        for p, delta, i in rows:
-            row = self.rows[i]
-            by_tokens = config.rank_prefill_by_tokens and row.phase == "prefill"
+        for p, delta, row in rows:
+            by_tokens = config.rank_prefill_by_tokens and row is not None and row.phase == "prefill"
             for j, value in enumerate(p.tolist()):
-                rank[j] = max(rank[j], rank_by_tokens(value, row.tokens) if by_tokens else value)
-            chosen.update(delta_set(p, delta, config.top_k))
+                if by_tokens and row is not None:
+                    value = rank_by_tokens(value, row.tokens)
+                rank[j] = max(rank[j], value)
+            chosen.update(select(selector or config.selector, p, delta, config.top_k))
         for j in range(config.experts):
             e = base + j
             self.states[e].p = rank[j]
@@ -203,8 +258,3 @@ class Predictions(Devices):
             queue.discard(e)
             if j in chosen and self.states[e].status == "absent":
                 queue.add(e)
-
-
-def check(condition: bool, problem: str) -> None:
-    if not condition:
-        raise CoreError(problem)

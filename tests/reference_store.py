@@ -7,6 +7,7 @@ import numpy.typing as npt
 from reference_formulas import (
     F16,
     F32,
+    activation_keys,
     best_map,
     inverse_norms,
     redundancy,
@@ -68,3 +69,17 @@ class ReferenceStore:
     def _keys(self, rows: F16) -> F32:
         inverse = np.array([inverse_norms(m)[len(rows) - 1] for m in self.maps], dtype=np.float32)
         return running_sums(self.maps, rows) * inverse
+
+
+class ActivationStore(ReferenceStore):
+    """Activation matrices of finished requests, as shares [L, J]; they have no embeddings."""
+
+    def trajectory(self, rows: F16) -> tuple[int, float]:
+        """Place of the matrix whose rows 0 … m are nearest to `rows` [m + 1, J], and the mean cosine."""
+        keys = activation_keys(self.maps, rows)
+        best = best_map(keys, self.written)
+        return best, float(keys[best] / np.float32(len(rows)))
+
+    def redundancies(self, rows: F16, embedding: F16 | None, distance: int) -> F32:
+        """RDY [n] of a new matrix [L, J] with every stored one."""
+        return activation_keys(self.maps, rows)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from compiled_core import CompiledCore
 from core_draws import draw_config, draw_gate_row
 from core_walk import Walk
 from finemoe import _core
@@ -17,139 +15,20 @@ from finemoe.errors import CoreError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_core import ReferenceCore
-from reference_devices import Command, Config
-from reference_formulas import delta_of, delta_set_brute_force, round_f16, unit_embedding
-from reference_predictions import Row
-from reference_store import ReferenceStore
+from reference_formulas import delta_of, delta_set_brute_force, round_f16, shares, unit_embedding
+from reference_state import Command, Config
+from reference_store import ActivationStore, ReferenceStore
+from small_policy import policy_for
 
 SEEDS = st.integers(0, 2**32 - 1)
-COMMANDS = ("Search", "WaitSearch", "PreemptPrefetch", "Wait", "Load", "Abort")
-FIRST_COMMAND = 11  # RecordKind of csrc/types.hpp: events come first
-SEARCHES = ("semantic", "trajectory", "update")
-LOADS = ("demand", "prefetch")
-
-
-class CompiledCore:
-    """The compiled core behind the reference's methods: commands come from its log, in their total order.
-
-    Its outboxes are drained after every event and must hold the same commands, each consumer's in order; the
-    mask that the event returns must say which of them do.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.mask = 0
-        self.core = _core.Core(_core.CoreConfig(**asdict(config)), log_iterations=1 << 40)
-
-    def begin_iteration(self, rows: Sequence[Row]) -> list[Command]:
-        width = self.config.embedding_width
-        given = [r.embedding is not None and width > 0 for r in rows]
-        embeddings = np.zeros((len(rows), width), dtype=np.float16)
-        for i, r in enumerate(rows):
-            if given[i] and r.embedding is not None:
-                embeddings[i] = round_f16(r.embedding)
-        tuples = [(r.request, r.phase, r.tokens, has) for r, has in zip(rows, given, strict=True)]
-        return self._after(self.core.begin_iteration(tuples, embeddings if any(given) else None))
-
-    def gate(
-        self, layer: int, probabilities: npt.ArrayLike, experts: Sequence[int], token_counts: Sequence[int]
-    ) -> list[Command]:
-        return self._after(
-            self.core.gate(layer, np.asarray(probabilities), list(experts), list(token_counts))
-        )
-
-    def speculation(self, layer: int, target: int, probabilities: npt.ArrayLike) -> list[Command]:
-        return self._after(self.core.speculation(layer, target, np.asarray(probabilities)))
-
-    def search_done(self, ticket: int) -> list[Command]:
-        return self._after(self.core.search_done(ticket))
-
-    def loaded(self, expert: int) -> list[Command]:
-        return self._after(self.core.loaded(expert))
-
-    def paused(self, expert: int, bytes_done: int) -> list[Command]:
-        return self._after(self.core.paused(expert, bytes_done))
-
-    def load_failed(self, expert: int, reason: str) -> list[Command]:
-        return self._after(self.core.load_failed(expert, reason))
-
-    def computed(self, layer: int, experts: Sequence[int]) -> list[Command]:
-        return self._after(self.core.computed(layer, list(experts)))
-
-    def end_iteration(self) -> list[Command]:
-        return self._after(self.core.end_iteration())
-
-    def seed_store(
-        self, maps: npt.ArrayLike, embeddings: npt.ArrayLike, written: npt.ArrayLike
-    ) -> list[Command]:
-        units = np.asarray(embeddings, dtype=np.float16) if self.config.embedding_width else None
-        halves = np.asarray(maps, dtype=np.float16)
-        return self._after(self.core.seed_store(halves, units, np.asarray(written).tolist()))
-
-    def foresight(self, step: int, required: Sequence[Sequence[int]]) -> list[Command]:
-        return self._after(self.core.foresight(step, [list(ids) for ids in required]))
-
-    def counter_values(self) -> dict[str, Any]:
-        """All counters by name, misses derived."""
-        counts = {name: value.tolist() for name, value in self.core.layer_counts().items()}
-        other = np.array(counts["activated"]) - counts["hits"] - counts["late"]
-        return dict(self.core.counters()) | counts | {"misses": other.tolist()}
-
-    def _after(self, mask: int) -> list[Command]:
-        commands = self._logged()
-        forward, searches = self.core.take_forward(), self.core.take_searches()
-        devices = [self.core.take_device(g) for g in range(self.config.devices)]
-        # A Wait goes into no box, and the reason of an Abort is asked for.
-        assert forward == [c[:2] for c in commands if c[0] in ("WaitSearch", "Abort")]
-        assert [self.core.abort_reason()] == ([c[2] for c in commands if c[0] == "Abort"] or [""])
-        assert searches == [c for c in commands if c[0] == "Search"]
-        for g, box in enumerate(devices):
-            mine = {"PreemptPrefetch": 1, "Load": 2}
-            assert box == [c for c in commands if c[0] in mine and c[mine[c[0]]] == g]
-        flags = {_core.FORWARD_PENDING: forward, _core.SEARCH_PENDING: searches}
-        flags |= {1 << _core.DEVICE_SHIFT + g: box for g, box in enumerate(devices)}
-        assert all(bool(mask & bit) == bool(box) for bit, box in flags.items())
-        self.mask = mask
-        return commands
-
-    def _logged(self) -> list[Command]:
-        log: dict[str, Any] = self.core.take_log()
-        columns = {key: value.tolist() for key, value in log.items() if not isinstance(value, tuple)}
-        kinds = columns["kind"]
-        experts, texts = (lists(*log[name]) for name in ("experts", "reason"))
-        return [
-            command({key: value[i] for key, value in columns.items()}, experts[i], texts[i])
-            for i, kind in enumerate(kinds)
-            if kind >= FIRST_COMMAND
-        ]
-
-
-def lists(values: Any, ends: npt.NDArray[np.int64]) -> list[Any]:
-    """A list column of the log, one slice per record."""
-    return [values[begin:end] for begin, end in pairwise([0, *ends.tolist()])]
-
-
-def command(record: dict[str, Any], experts: npt.NDArray[np.int32], reason: bytes) -> Command:
-    """One record of the log as the tuple that the reference returns."""
-    name = COMMANDS[record["kind"] - FIRST_COMMAND]
-    if name == "Search":
-        kind = SEARCHES[record["detail"]]
-        return (name, record["ticket"], kind, *(record[k] for k in ("layer", "target", "work", "blocking")))
-    if name == "Load":
-        place = (record[k] for k in ("expert", "device", "slot", "offset", "bytes"))
-        return (name, *place, LOADS[record["detail"]], record["evicts"])
-    if name == "Wait":
-        return (name, tuple(experts.tolist()))
-    if name == "Abort":
-        return (name, record["expert"], reason.decode())
-    return (name, record["ticket" if name == "WaitSearch" else "device"])
 
 
 class Both:
     """Drives both cores with the same events and compares what comes back."""
 
     def __init__(self, config: Config) -> None:
-        self.compiled, self.reference = CompiledCore(config), ReferenceCore(config)
+        self.policy = policy_for(config)
+        self.compiled, self.reference = CompiledCore(config), ReferenceCore(config, self.policy)
 
     def __getattr__(self, event: str) -> Any:
         def drive(*arguments: Any) -> list[Command]:
@@ -161,12 +40,19 @@ class Both:
                 raise
             assert getattr(self.compiled, event)(*arguments) == commands, (event, arguments)
             reference = self.reference
-            chunk: dict[int, object] = {_core.CHUNK_OPEN: reference.chunk, _core.MORE_CHUNKS: reference.rest}
-            chunk[_core.CHUNK_READY] = all(reference.states[e].status == "resident" for e in reference.chunk)
-            assert all(bool(self.compiled.mask & bit) == bool(state) for bit, state in chunk.items())
+            bits: dict[int, object] = {_core.CHUNK_OPEN: reference.chunk, _core.MORE_CHUNKS: reference.rest}
+            bits[_core.CHUNK_READY] = all(reference.states[e].status == "resident" for e in reference.chunk)
+            bits[_core.PREFETCH_OPEN] = reference.prefetch_open()
+            assert all(bool(self.compiled.mask & bit) == bool(state) for bit, state in bits.items())
             return commands
 
         return drive
+
+    def residents(self, device: int) -> list[int]:
+        """The resident experts of both, which are the same."""
+        resident = self.reference.residents(device)
+        assert self.compiled.residents(device) == resident
+        return resident
 
     def counter_values(self) -> dict[str, Any]:
         """The counters of both, which are the same."""
@@ -183,8 +69,9 @@ def compare_on(seed: int, iterations: int) -> None:
     Walk(both, config, rng).run(iterations)
     compiled, reference = both.compiled.core, both.reference
     for g in range(config.devices):
-        resident = [e for e in reference.slots[g] if e >= 0 and reference.states[e].status == "resident"]
-        assert compiled.residents(g) == resident
+        both.residents(g)
+    if both.policy is not None and both.compiled.policy is not None:
+        assert both.compiled.policy.told == both.policy.told
     maps, embeddings, written = compiled.store_contents()
     assert np.array_equal(maps, reference.store.maps)
     assert np.array_equal(np.argsort(written), np.argsort(reference.store.written)), "only their order counts"
@@ -246,6 +133,29 @@ def test_searches_and_replacement_equal_the_formulas_bit_for_bit_on_larger_store
     expected = [] if unit is None else [store.semantic(unit)]
     expected += [store.trajectory(rows[: m + 1]) for m in range(layers - distance)]
     assert searcher.search_iteration(rows, embeddings[asked]) == expected
+
+
+@given(SEEDS)
+@settings(deadline=None, max_examples=60)
+def test_activation_matrices_fill_a_store_bit_for_bit(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layers, experts = int(rng.integers(1, 7)), int(rng.integers(1, 70))
+    capacity, matrices = int(rng.integers(1, 40)), int(rng.integers(1, 60))
+    config = Config(layers, experts, 1, 1, 1, 1, predictor="activation", store_capacity=capacity)
+    searcher = _core.Searcher(_core.CoreConfig(**asdict(config)))
+    store = ActivationStore(layers, experts, 0, capacity)
+    shape = (matrices, layers, experts)
+    drawn = list(rng.integers(0, 40, shape) * (rng.random((matrices, layers, 1)) < 0.9))
+    for i in range(1, matrices):
+        if rng.random() < 0.2:
+            drawn[i] = drawn[int(rng.integers(i))] * int(rng.integers(1, 3))  # the same shares
+    for counts in drawn:
+        searcher.fill_counts(counts.astype(np.int32))
+        store.update(shares(counts).astype(np.float16), None, 1)
+    kept, embeddings, written = searcher.contents()
+    assert embeddings is None
+    assert np.array_equal(kept, store.maps)
+    assert np.array_equal(np.argsort(written), np.argsort(store.written))
 
 
 @given(SEEDS, st.floats(-1.0, 1.5, width=32), st.integers(1, 8))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from finemoe.errors import CoreError
-from finemoe.policy.core import Core, Feed, Searcher, make_config
+from finemoe.policy.core import DEVICE_SHIFT, Core, Feed, Searcher, make_config
 from world_case import plain_options
 
 L, J, H = 4, 8, 3
@@ -100,6 +100,12 @@ def test_a_feed_keeps_its_own_copy() -> None:
         lambda feed, core: core.gate(0, np.ones((1, J)), [0, 0], [1, 1]),
         lambda feed, core: core.gate(0, np.ones((1, J)), [J], [1]),
         lambda feed, core: core.gate(0, None, [0], [1]),
+        lambda feed, core: core.gate(0, np.ones((1, J)), [0], [1], row_counts=np.ones((1, J), np.int32)),
+        lambda feed, core: core.end_iteration(finished=[0]),
+        lambda feed, core: core.preload([1, 0]),
+        lambda feed, core: core.preload([-1]),
+        lambda feed, core: core.preload([L * J]),
+        lambda feed, core: core.preload(range(L * J)),
         lambda feed, core: core.begin_iteration([(0, "decode")]),
         lambda feed, core: core.begin_iteration([(0, "sleep", 1, False)]),
         lambda feed, core: core.begin_iteration([(0, "decode", 1, True)], np.ones((2, H))),
@@ -135,13 +141,33 @@ def test_a_feed_of_impossible_size_is_refused(sizes: tuple[int, int, int]) -> No
         {"embedding_work": 2**62},
         {"store_capacity": 2**31 - 1},
         {"layers": 4096, "experts": 65536},
-        {"devices": 59},
+        {"devices": 58, "layers": 8},
+        {"layer_quota": -1},
+        {"selector": "some"},
+        {"priority": "mine"},
+        {"targets": "later", "predictor": "map"},
+        {"popular_start": True, "predictor": "map"},
     ],
 )
 def test_a_core_of_impossible_size_is_refused(change: dict[str, int]) -> None:
     sizes = {"layers": L, "experts": J, "top_k": 2, "devices": 1, "slots_per_device": 4, "expert_bytes": 1}
     with pytest.raises(CoreError):
         make_config(plain_options(**(sizes | change)))
+
+
+def test_57_devices_have_their_bits() -> None:
+    sizes = {"layers": 8, "experts": J, "top_k": 2, "devices": 57, "slots_per_device": 4, "expert_bytes": 1}
+    core = Core(make_config(plain_options(**sizes)))
+    core.begin_iteration([(0, "decode", 1, False)])
+    mask = 0
+    for layer in range(8):
+        mask = core.gate(layer, np.ones((1, J)), [0], [1])
+        device = layer * J % 57
+        assert mask >> DEVICE_SHIFT == 1 << device
+        core.take_device(device)
+        core.loaded(layer * J)
+        core.computed_chunk()
+    assert mask >> 62 == 1
 
 
 def test_threads_may_share_a_searcher() -> None:

@@ -46,13 +46,25 @@ def kinds(outcome: CellOutcome) -> list[str]:
 @each_offloading
 def test_a_link_that_costs_nothing_is_no_offloading(system: str, devices: int) -> None:
     # A launch costs nothing either, as a layer that goes through in parts has more of them.
-    machine = small_machine(devices, link_bandwidth=inf, link_latency_s=0.0, kernel_launch_s=0.0)
+    machine = small_machine(
+        devices,
+        link_bandwidth=inf,
+        link_latency_s=0.0,
+        kernel_launch_s=0.0,
+        search_latency_s=0.0,
+        search_rate=inf,
+    )
     free = serve(a_cell(system, slots=16, machine=machine))
     bound = serve(a_cell("no-offload", slots=8, machine=machine))
     assert free.counters["bytes_moved"] > bound.counters["bytes_moved"] == 0
+    assert not free.iterations.column("stall_s").any()
+    assert not free.iterations.column("search_wait_s").any()
+    # Speculated gates are computed; what passes `static` by goes in chunks, which devices share unevenly.
+    if SYSTEMS[system].predictor == "speculate" or (system == "static" and devices > 1):
+        assert free.simulated_s > bound.simulated_s
+        return
     for name in ("admitted_s", "first_token_s", "finished_s"):
         np.testing.assert_allclose(free.requests.column(name), bound.requests.column(name), rtol=1e-12)
-    assert not free.iterations.column("stall_s").any()
 
 
 @each_offloading
@@ -68,20 +80,24 @@ def test_a_slower_link_is_never_better(system: str) -> None:
 def test_a_cache_of_the_whole_model_loads_each_expert_once(system: str) -> None:
     # The first prompt is long enough for every expert of every layer; after it nothing is missing.
     requests = [Request(0, 0.0, 200, 4), *(Request(i, 0.0, 20, 5) for i in range(1, 4))]
-    inputs = a_cell(system, slots=MODEL.routed_experts(), requests=requests, max_num_seqs=1)
-    outcome = serve(inputs)
+    machine = small_machine(search_latency_s=0.0, search_rate=inf)
+    slots = MODEL.routed_experts()
+    outcome = serve(a_cell(system, slots=slots, machine=machine, requests=requests, max_num_seqs=1))
     steps, counters = outcome.iterations.table(), outcome.counters
-    assert counters["demand_loads"] + counters["prefetch_loads"] == MODEL.routed_experts()
+    preloaded = SYSTEMS[system].preload == "popular"
+    assert counters["demand_loads"] + counters["prefetch_loads"] == (0 if preloaded else slots)
     assert counters["evictions"] == 0
     assert steps["activated"][0] == MODEL.routed_experts()
     assert not steps["demand_bytes"][1:].any()
     assert not steps["stall_s"][1:].any()
     assert (steps["hits"][1:] == steps["activated"][1:]).all()
+    if SYSTEMS[system].predictor == "speculate":
+        return
     # From then on it is as fast as a system that never loaded anything.
     bound = serve(a_cell("no-offload", slots=1, requests=requests, max_num_seqs=1)).iterations.table()
     took, at_best = (table["end_s"] - table["start_s"] for table in (steps, bound))
     np.testing.assert_allclose(took[1:], at_best[1:], rtol=1e-9)
-    assert took[0] > at_best[0]
+    assert took[0] > at_best[0] or preloaded
 
 
 def test_all_resident_from_the_start_is_no_load_at_all() -> None:

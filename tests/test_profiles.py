@@ -98,7 +98,7 @@ LINK = '[link_bandwidth]\nvalue = 23.9\nunit = "GB/s"'
         (LINK, LINK.replace("23.9", '"fast"'), ["link_bandwidth"]),
         (LINK, LINK.replace("value = 23.9\n", ""), ["link_bandwidth", "value"]),
         ("[devices]\nvalue = 6", "[devices]\nvalue = 2.5", ["devices.value is 2.5", "whole number"]),
-        ("[devices]\nvalue = 6", "[devices]\nvalue = 59", ["devices.value is 59", "at most 58"]),
+        ("[devices]\nvalue = 6", "[devices]\nvalue = 58", ["devices.value is 58", "at most 57"]),
         ("[copy_slowdown]\nvalue = 1.028", "[copy_slowdown]\nvalue = 0.9", ["copy_slowdown", "at least 1"]),
         ("[memory_efficiency]\nvalue = 0.896", "[memory_efficiency]\nvalue = 1.2", ["at most 1"]),
         ("[memory_reserve_bytes]\nvalue = 2", "[memory_reserve_bytes]\nvalue = 24", ["leaves nothing"]),

@@ -14,9 +14,10 @@ from finemoe.errors import CoreError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_core import ReferenceCore
-from reference_devices import Command, Config
 from reference_formulas import round_f16
 from reference_predictions import Row
+from reference_state import Command, Config
+from small_policy import policy_for
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -25,7 +26,7 @@ def walked(seed: int, iterations: int = 3) -> Walk:
     """A finished walk of a fresh reference core."""
     rng = np.random.default_rng(seed)
     config = draw_config(rng)
-    walk = Walk(ReferenceCore(config), config, rng)
+    walk = Walk(ReferenceCore(config, policy_for(config)), config, rng)
     walk.run(iterations)
     return walk
 
@@ -48,8 +49,8 @@ def test_every_rule_holds_from_outside(seed: int) -> None:
 @settings(deadline=None, max_examples=30)
 def test_same_events_same_commands_and_rounding_on_entry_changes_nothing(seed: int) -> None:
     walk = walked(seed)
-    again, rounded = ReferenceCore(walk.config), ReferenceCore(walk.config)
-    for event, arguments, commands in walk.log:
+    again, rounded = (ReferenceCore(walk.config, policy_for(walk.config)) for _ in range(2))
+    for event, arguments, commands, _ in walk.log:
         assert getattr(again, event)(*arguments) == commands
         halves = [
             round_f16(a) if isinstance(a, np.ndarray) and a.dtype == np.float32 else a for a in arguments
@@ -65,35 +66,44 @@ def test_victim_is_the_first_of_a_numpy_sort(seed: int) -> None:
     assert isinstance(core, ReferenceCore)
     now = core.iteration * config.layers + core.l_now
     for device in range(config.devices):
-        ids = np.array(
-            [e for e in core.slots[device] if e >= 0 and core.states[e].status == "resident"], dtype=int
-        )
-        ids = ids[[not core.states[e].pinned for e in ids]] if len(ids) else ids
+        states = {e: core.states[e] for e in core.residents(device)}
+        ids = np.array([e for e, s in states.items() if not s.pinned and not s.kept], dtype=int)
         if not len(ids):
             assert core.victim(device) is None
             continue
         freq = np.array([core.states[e].freq for e in ids])
         stamp = np.array([core.states[e].stamp for e in ids])
+        protected = np.array([core.states[e].privileged for e in ids])
         p = np.array([core.states[e].p for e in ids], dtype=np.float32)
         worth = np.maximum(p, np.float32(1e-6)).astype(np.float64) * freq
-        ahead = (ids // config.experts - core.l_now - 1) % config.layers + 1
+        layers, js = np.divmod(ids, config.experts)
+        ahead = (layers - core.l_now - 1) % config.layers + 1
         uses = [[s for s, needed in core.future.items() if s > now and e in needed] for e in ids]
         idle = np.array([-min(u) if u else -math.inf for u in uses])
+        running = np.zeros((config.layers, config.experts), dtype=np.int64)
+        for matrix in core.activations.matrices.values():
+            running += matrix
+        tokens = running.sum(axis=1)[layers]
+        shares = np.divide(running[layers, js], tokens, out=np.zeros(len(ids)), where=tokens > 0)
         columns = {
             "finemoe": (ids, -ahead, freq, worth),
             "lru": (ids, stamp),
             "lfu": (ids, stamp, freq),
+            "lfru": (ids, stamp, np.where(protected, 0.0, freq), protected),
+            "activation": (ids, stamp, (shares + 1e-6) * (1.0 - layers / config.layers)),
             "belady": (ids, idle),
+            "plugin": (ids, stamp, np.array([core.user_key(e) for e in ids] if core.policy else [])),
         }[config.eviction]
         assert core.victim(device) == ids[np.lexsort(columns)[0]]
 
 
 def test_the_walk_reaches_every_kind_of_command_and_counter() -> None:
     seen: set[str] = set()
-    for seed in range(150):
+    for seed in range(250):
         walk = walked(seed)
-        for event, _, commands in walk.log:
+        for event, _, commands, over_quota in walk.log:
             seen.add(event)
+            seen.update("over quota" for _ in over_quota)
             seen.update(str(c[0]) for c in commands)
             seen.update(f"Load {c[6]} {'rest' if c[4] else 'whole'}" for c in commands if c[0] == "Load")
         counters = walk.core.counter_values()
@@ -101,7 +111,7 @@ def test_the_walk_reaches_every_kind_of_command_and_counter() -> None:
     wanted = {"Search", "WaitSearch", "PreemptPrefetch", "Wait", "Load", "Abort"}
     wanted |= {f"Load {kind} {part}" for kind in ("demand", "prefetch") for part in ("whole", "rest")}
     wanted |= {"begin_iteration", "gate", "speculation", "search_done", "loaded", "paused", "load_failed"}
-    wanted |= {"computed", "end_iteration", "seed_store", "foresight"}
+    wanted |= {"computed", "end_iteration", "seed_store", "foresight", "preload", "over quota"}
     wanted |= set(ReferenceCore(Config(1, 1, 1, 1, 1, 1)).counter_values()) - {"skipped_updates"}
     assert wanted <= seen, sorted(wanted - seen)
 
@@ -111,11 +121,11 @@ def test_the_walk_reaches_every_kind_of_command_and_counter() -> None:
 def test_the_observer_notices_a_wrong_load(seed: int, change: str) -> None:
     walk = walked(seed, iterations=1)
     rules = RuleObserver(walk.config)
-    for event, arguments, commands in walk.log:
+    for event, arguments, commands, over_quota in walk.log:
         loads = [i for i, c in enumerate(commands) if c[0] == "Load"]
         aborts = any(c[0] == "Abort" for c in commands)
         if not loads or aborts or (change == "none" and commands[loads[0]][6] == "prefetch"):
-            rules.observe(event, arguments, commands)
+            rules.observe(event, arguments, commands, over_quota)
             continue
         broken = list(commands)
         load = list(broken[loads[0]])
@@ -133,7 +143,7 @@ def test_the_observer_notices_a_wrong_load(seed: int, change: str) -> None:
         elif change == "none":
             del broken[loads[0]]
         with pytest.raises(AssertionError):
-            rules.observe(event, arguments, broken)
+            rules.observe(event, arguments, broken, over_quota)
         return
 
 

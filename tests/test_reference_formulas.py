@@ -9,21 +9,29 @@ import pytest
 from core_draws import draw_gate_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_activation import Activations
 from reference_formulas import (
+    activation_key,
+    activation_keys,
     best_map,
     delta_of,
     delta_set,
     delta_set_brute_force,
     inverse_norms,
+    lfru_key,
+    priority,
     rank_by_tokens,
     redundancy,
     round_f16,
+    row_inverse_norms,
     running_sums,
     running_sums_step,
+    select,
     semantic_scores,
+    shares,
     unit_embedding,
 )
-from reference_store import ReferenceStore
+from reference_store import ActivationStore, ReferenceStore
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -111,3 +119,74 @@ def test_a_full_store_replaces_the_most_redundant_map() -> None:
     assert store.update(round_f16([[0.125, 0.875]]), None, 1) == 1
     assert store.written.tolist() == [5, 6]
     assert store.update(round_f16([[0.0, 0.0]]), None, 1) == 1, "all keys 0: the most recently written"
+
+
+@given(SEEDS)
+@settings(deadline=None)
+def test_activation_scores_are_mean_cosines_of_rows(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n, layers, experts = (int(x) for x in rng.integers(1, 9, 3))
+    counts = rng.integers(0, 5, (n, layers, experts)) * (rng.random((n, layers, 1)) < 0.8)
+    store = ActivationStore(layers, experts, 0, n)
+    store.seed(shares(counts).astype(np.float16), np.zeros((n, 0)), np.arange(n))
+    asked = rng.integers(0, 5, (int(rng.integers(1, layers + 1)), experts))
+    norms = np.linalg.norm(counts[:, : len(asked)], axis=2) * np.linalg.norm(asked, axis=1)
+    dots = (counts[:, : len(asked)] * asked).sum(axis=2)
+    cosines = np.divide(dots, norms, out=np.zeros(dots.shape), where=norms > 0)
+    best, score = store.trajectory(shares(asked).astype(np.float16))
+    assert math.isclose(score, cosines.mean(axis=1).max(), abs_tol=2e-3)
+    assert math.isclose(score, cosines.mean(axis=1)[best], abs_tol=2e-3)
+
+
+def test_activation_shares_and_scores_worked_by_hand() -> None:
+    assert shares([[1, 3], [0, 0]]).tolist() == [[0.25, 0.75], [0.0, 0.0]]
+    third = shares([1, 2])
+    assert third.tolist() == [float(np.float32(1 / 3)), float(np.float32(2 / 3))]
+    assert third.astype(np.float16).tolist() == [0.333251953125, 0.66650390625]
+    query = round_f16([[0.5, 0.5], [1.0, 0.0]])
+    assert row_inverse_norms(query).tolist() == [float(np.float32(math.sqrt(2.0))), 1.0]
+    matrices = round_f16([[[0.5, 0.5], [1.0, 0.0]], [[1.0, 0.0], [0.0, 1.0]], [[0.0, 0.0], [1.0, 0.0]]])
+    # f32(√2) is 2.4e-8 too small, so 0.5 · √2 · √2 is one last place below 1; with 1 added, 2 is even.
+    below_one, root_half = 1.0 - 2.0**-24, float(np.float32(math.sqrt(0.5)))
+    assert activation_keys(matrices, query[:1]).tolist() == [below_one, root_half, 0.0]
+    assert activation_keys(matrices, query).tolist() == [2.0, root_half, 1.0]
+    store = ActivationStore(2, 2, 0, 3)
+    store.seed(matrices, np.zeros((3, 0)), [4, 6, 5])
+    assert store.trajectory(query) == (0, 1.0)
+    assert store.trajectory(query[1:]) == (1, 1.0), "row 0 of the query meets row 0 of each"
+    assert store.update(query, None, 1) == 0
+    assert store.written.tolist() == [7, 6, 5]
+
+
+def test_activations_by_request_and_by_popularity() -> None:
+    activations = Activations(2, 2)
+    assert activations.popular(0) is None
+    activations.grow([5, 6], 0, np.array([[3, 1], [0, 4]]))
+    activations.grow([5], 1, np.array([[2, 0]]))
+    assert activations.rows(5).tolist() == [[0.75, 0.25], [1.0, 0.0]]
+    assert activations.rows(4).tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    assert [activations.share(0, 0), activations.share(0, 1), activations.share(1, 1)] == [0.375, 0.625, 0.0]
+    activations.forget([5, 9])
+    assert [activations.share(0, 0), activations.share(0, 1), activations.share(1, 0)] == [0.0, 1.0, 0.0]
+    popular = activations.popular(0)
+    assert popular is not None
+    assert popular.tolist() == [0.375, 0.625], "popularity forgets nothing"
+
+
+def test_selectors_priorities_and_keys_worked_by_hand() -> None:
+    row = [0.5, 0.0, 0.25, 0.25]
+    assert select("delta", row, 0.6, 1) == [0, 2]
+    assert select("top_k", row, 0.6, 1) == [0]
+    assert select("top_k", [0.0, 0.5, 0.0], 1.0, 2) == [0, 1], "a zero within the first K"
+    assert select("positive", row, 0.0, 1) == [0, 2, 3]
+    assert select("positive", [0.0, 0.0], 1.0, 2) == []
+    assert priority("distance", 0.75, 4, 1, 8) == (0.25,)
+    assert priority("depth", 0.5, 3, 1, 8) == (0.375,)
+    assert priority("depth", 0.5, 3, -1, 4) == (0.0,), "the last layer before the first gate"
+    assert priority("layer", 0.0, 2, 0, 4) > priority("layer", 1.0, 3, 0, 4), "the lower layer first"
+    assert priority("layer", 0.5, 2, 0, 4) > priority("layer", 0.25, 2, 0, 4)
+    assert lfru_key(False, 9.0, 5, 3) < lfru_key(True, 1.0, 1, 2), "who is not privileged goes first"
+    assert lfru_key(False, 1.0, 5, 3) < lfru_key(False, 2.0, 4, 2)
+    assert lfru_key(True, 9.0, 4, 3) < lfru_key(True, 1.0, 5, 2), "visits do not count for the privileged"
+    assert activation_key(0.5, 2, 4, 7, 9) == ((0.5 + 1e-6) * 0.5, 7, 9)
+    assert activation_key(0.0, 0, 4, 7, 9) == (1e-6, 7, 9)

@@ -20,9 +20,9 @@ import pytest
 from finemoe.sim.world import CellInputs, CellOutcome, cell_options, plan_cell
 from finemoe.traces.requests import Request
 from reference_core import ReferenceCore
-from reference_devices import Command, Config
 from reference_formulas import delta_of, delta_set, finemoe_key, inverse_norms, running_sums, semantic_scores
 from reference_predictions import Row, Work
+from reference_state import Command, Config
 from world_case import (
     ListedRouting,
     MadeRouting,

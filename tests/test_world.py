@@ -173,15 +173,15 @@ def with_another_future(inputs: CellInputs, request: int, first: int) -> CellInp
     """The same cell, but iteration `first` of a request and those after it are routed otherwise."""
     routings = []
     for served in inputs.requests:
-        routing = inputs.routing.routing_for(served.index, served.prompt_tokens, served.output_tokens)
+        distances = inputs.routing.meta.speculation
+        lengths = served.prompt_tokens, served.output_tokens
+        routing = inputs.routing.routing_for(served.index, *lengths, distances)
         if served.index == request:
             model = inputs.model
             other = MadeRouting(model, embedding_width=inputs.routing.meta.embedding_width, seed=12345)
-            routing = spliced(
-                routing, other.routing_for(request, served.prompt_tokens, served.output_tokens), first
-            )
+            routing = spliced(routing, other.routing_for(request, *lengths, distances), first)
         routings.append(routing)
-    return replace(inputs, routing=ListedRouting(inputs.routing.meta, routings))
+    return replace(inputs, routing=ListedRouting(inputs.routing.meta, routings, inputs.routing))
 
 
 def spliced(head: RequestRouting, tail: RequestRouting, first: int) -> RequestRouting:
@@ -196,5 +196,8 @@ def spliced(head: RequestRouting, tail: RequestRouting, first: int) -> RequestRo
         embedding=None
         if head.embedding is None or tail.embedding is None
         else np.concatenate((head.embedding[:first], tail.embedding[first:])),
-        speculation={},
+        speculation={
+            distance: np.concatenate((rows[:first], tail.speculation[distance][first:]))
+            for distance, rows in head.speculation.items()
+        },
     )

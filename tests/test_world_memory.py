@@ -22,8 +22,16 @@ LEAST_LEAK_BYTES = 64  # per iteration; a row of one layer has that many
 
 def serve(core: Core, feed: Feed, routing: MadeRouting, request: int, step: int, *, told: bool) -> None:
     """One request; loads and searches end at once."""
-    made = routing.routing_for(request % 8, 5, OUTPUT_TOKENS)
-    feed.add(request, made.gate, made.experts, made.token_counts, made.offsets, made.embedding)
+    made = routing.routing_for(request % 8, 5, OUTPUT_TOKENS, routing.meta.speculation)
+    feed.add(
+        request,
+        made.gate,
+        made.experts,
+        made.token_counts,
+        made.offsets,
+        made.embedding,
+        made.speculation,
+    )
     for iteration in range(OUTPUT_TOKENS):
         if told:
             feed.foresee(core, step + iteration * MODEL.layers, [request], [iteration], AHEAD)

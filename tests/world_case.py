@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ from finemoe.policy.systems import find_system
 from finemoe.sim.settings import RunSettings
 from finemoe.sim.world import CellInputs, CellOutcome, run_cell
 from finemoe.traces.requests import Request
-from finemoe.traces.routing import RequestRouting, RoutingMeta
+from finemoe.traces.routing import RequestRouting, RoutingMeta, RoutingSource
 from hypothesis import strategies as st
 
 _BASE = load_profile("rtx3090")
@@ -117,10 +117,15 @@ class MadeRouting:
             embedding_width=embedding_width,
             source="synthetic",
             gate_content="full",
+            speculation=tuple(range(1, model.layers)),
         )
 
     def remarks(self) -> tuple[str, ...]:
         return ()
+
+    def others(self, served: Collection[int], count: int) -> list[int]:
+        """Numbers beyond those served."""
+        return list(range(max(served) + 1, max(served) + 1 + count))
 
     def routing_for(
         self, request: int, prompt_tokens: int, output_tokens: int, speculation: tuple[int, ...] = ()
@@ -136,23 +141,40 @@ class MadeRouting:
         ]
         width = meta.embedding_width
         embedding = rng.standard_normal((output_tokens, width)).astype(np.float16) if width else None
-        return routing_of(gate, prompt, meta.top_k, embedding)
+        made = routing_of(gate, prompt, meta.top_k, embedding)
+        return replace(made, speculation={d: self._guesses(request, gate, d) for d in speculation})
+
+    def _guesses(self, request: int, gate: npt.NDArray[np.float16], distance: int) -> npt.NDArray[np.float16]:
+        """Rows of `distance` layers ahead, a third of each drawn at random; 0 for the last layers."""
+        rng = np.random.default_rng([self._seed, request, distance])
+        guesses = np.zeros_like(gate)
+        ahead = gate[:, distance:].astype(np.float32)
+        guesses[:, : gate.shape[1] - distance] = (ahead * 2 + rng.random(ahead.shape) / gate.shape[2]) / 3
+        return guesses
 
 
 class ListedRouting:
     """Routing written out: one `RequestRouting` per request, whatever its lengths."""
 
-    def __init__(self, meta: RoutingMeta, routings: Sequence[RequestRouting]) -> None:
+    def __init__(
+        self, meta: RoutingMeta, routings: Sequence[RequestRouting], rest: RoutingSource | None = None
+    ) -> None:
         self.meta = meta
         self._routings = routings
+        self._rest = rest  # where requests come from that are not served
 
     def remarks(self) -> tuple[str, ...]:
         return ()
+
+    def others(self, served: Collection[int], count: int) -> list[int]:
+        return [] if self._rest is None else self._rest.others(served, count)
 
     def routing_for(
         self, request: int, prompt_tokens: int, output_tokens: int, speculation: tuple[int, ...] = ()
     ) -> RequestRouting:
         """The request's own."""
+        if request >= len(self._routings) and self._rest is not None:
+            return self._rest.routing_for(request, prompt_tokens, output_tokens, speculation)
         return self._routings[request]
 
 
