@@ -24,7 +24,7 @@ class Slots:
         self.config = config
         self.policy = policy
         self.aborted = False
-        self.l_now = config.layers - 1  # as after the end of an iteration −1: the current step is −1
+        self.l_now = -1
         self.iteration = -1
         self.gates = 0
         self.out: list[Command] = []

@@ -108,7 +108,7 @@ class Predictions(Devices):
         self.accepting()
         config, now = self.config, self.iteration * self.config.layers + self.l_now
         check(config.eviction == "belady" or config.predictor == "oracle", "nobody may know the future")
-        check(step > now, f"step {step} is past")
+        check(step > now and step >= 0, f"step {step} is past")
         check(step <= max(self.future_end, now + 1), f"steps before {step} are missing")
         check(
             all(0 <= e < len(self.states) for experts in required for e in experts),
