@@ -47,7 +47,7 @@ class PythonPolicy final : public UserPolicy {
     }
 
     UserPredictions begin_iteration(const std::vector<Row>& rows,
-                                    std::span<const std::uint16_t> embeddings) override {
+                                    std::span<const std::uint16_t> units) override {
         const py::gil_scoped_acquire gil;
         rows_ = rows.size();
         py::list listed;
@@ -55,12 +55,12 @@ class PythonPolicy final : public UserPolicy {
             listed.append(
                 py::make_tuple(row.request, row.phase == Phase::prefill ? "prefill" : "decode", row.tokens));
         }
-        const py::object units = embeddings.empty()
-                                     ? py::object(py::none())
-                                     : halves_array({embeddings.begin(), embeddings.end()},
-                                                    {static_cast<py::ssize_t>(rows_),
-                                                     static_cast<py::ssize_t>(embeddings.size() / rows_)});
-        return to_predictions(policy_.attr("begin_iteration")(listed, units), "begin_iteration");
+        const py::object embeddings = units.empty()
+                                          ? py::object(py::none())
+                                          : halves_array({units.begin(), units.end()},
+                                                         {static_cast<py::ssize_t>(rows_),
+                                                          static_cast<py::ssize_t>(units.size() / rows_)});
+        return to_predictions(policy_.attr("begin_iteration")(listed, embeddings), "begin_iteration");
     }
 
     UserPredictions gate(int layer, std::span<const std::uint16_t> probabilities,

@@ -140,7 +140,10 @@ std::uint64_t Core::begin_iteration(std::vector<Row> rows, std::span<const std::
         queue_popular();
     }
     if (config_.predictor == PredictorKind::plugin) {
-        ask_user([&] { return user_->begin_iteration(rows_->rows, embeddings); });
+        std::vector<std::uint16_t> units(embedded > 0 ? rows_->units.size() : 0);
+        std::transform(rows_->units.begin(), rows_->units.begin() + static_cast<std::ptrdiff_t>(units.size()),
+                       units.begin(), float_to_half);
+        ask_user([&] { return user_->begin_iteration(rows_->rows, units); });
     }
     return settle(time_s);
 }

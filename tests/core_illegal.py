@@ -91,6 +91,7 @@ def _transfers(walk: Walk) -> list[Attempt]:
         ("search_done", rules.searches.next_ticket),
         ("loaded", -1),
         ("loaded", rules.total),
+        ("foresight", -1, [[0]]),
         ("foresight", walk.known_steps + 2 * config.layers, [[0]]),
         ("foresight", max(0, rules.iteration * config.layers + rules.layer + 1), [[rules.total]]),
     ]

@@ -55,6 +55,7 @@ class Picture:
         self.unused: set[int] = set()
         self.kept: set[int] = set()
         self.privileged: set[int] = set()
+        self.spare: set[int] = set()  # who may be, where the rule cannot be followed
         self.uncovered: set[int] = set()
         self.chunk: set[int] = set()
         self.chunk_size = 0
@@ -116,6 +117,7 @@ class Picture:
             getattr(self.counters, name)[phase][layer] += count
         self.pinned = required & (self.resident | loading)
         self.useful(required & self.unused)
+        self.spare -= required
         self.uncovered = required
         for e in required:
             self.stamps[e] = self.gates
@@ -131,6 +133,8 @@ class Picture:
         assert ids <= self.chunk & self.resident
         self.chunk -= ids
         self.pinned -= ids
+        if self.layer_done and self.config.layer_quota:
+            self._shrink_layer()
 
     def _end_iteration(self, finished: Sequence[int]) -> None:
         assert self.layer_done
@@ -190,21 +194,39 @@ class Picture:
         flying = -1 if transfer is None else transfer.expert
         return sorted(e for e in self.chunk - self.resident if e % self.config.devices == g and e != flying)
 
+    @property
+    def follows_rule(self) -> bool:
+        """Whether events and commands tell who is evicted."""
+        return self.config.eviction in ("lru", "lfu", "lfru")
+
     def settled(self, layer: int) -> set[int]:
-        """Experts of a layer that count against its quota."""
+        """Experts of a layer that count against its quota, or may."""
         flights = {d.transfer.expert for d in self.devices if d.transfer is not None}
-        used = (self.resident - self.unused) | (flights & self.pinned)
+        spare = self.spare if self.follows_rule else set()
+        used = (self.resident - self.unused - spare) | (flights & self.pinned)
         return {e for e in used if e // self.config.experts == layer}
 
-    def first_out(self, victims: set[int]) -> int | None:
-        """Who of these the rule evicts, where the rule can be followed from outside."""
+    def first_out(self, victims: set[int]) -> int:
+        """Who of these the rule evicts, where it can be followed."""
         visits = {e: 0.0 if e in self.privileged else self.freq[e] for e in victims}
         keys: dict[str, Callable[[int], tuple[float, ...]]] = {
             "lru": lambda e: (self.stamps[e], e),
             "lfu": lambda e: (self.freq[e], self.stamps[e], e),
             "lfru": lambda e: (e in self.privileged, visits[e], self.stamps[e], e),
         }
-        return min(victims, key=keys[self.config.eviction]) if self.config.eviction in keys else None
+        return min(victims, key=keys[self.config.eviction])
+
+    def _shrink_layer(self) -> None:
+        """The layer is wholly computed: what exceeds its quota is spare."""
+        settled = self.settled(self.layer)
+        loose = settled - self.kept
+        if not self.follows_rule and len(settled) > self.config.layer_quota:
+            self.spare |= loose
+        while self.follows_rule and len(settled) > self.config.layer_quota and loose:
+            expert = self.first_out(loose)
+            self.spare.add(expert)
+            settled.remove(expert)
+            loose.remove(expert)
 
     def leave(self, expert: int) -> None:
         """An expert is evicted; its slot is the caller's."""
@@ -214,6 +236,7 @@ class Picture:
         if self.config.frequency == "residency":
             self.freq[expert] = 1.0
         self.privileged.discard(expert)
+        self.spare.discard(expert)
         self.resident.remove(expert)
         self.counters.evictions += 1
 

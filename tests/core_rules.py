@@ -23,15 +23,10 @@ class RuleObserver(Picture):
         event: str,
         arguments: Sequence[Any],
         commands: Sequence[Command],
-        over_quota: Sequence[int] = (),
     ) -> None:
-        """Check the commands that followed one accepted event; raises AssertionError.
-
-        over_quota: experts of a wholly computed layer that are resident no longer, which no command says.
-        """
+        """Check the commands that followed one accepted event; raises AssertionError."""
         rule(not self.aborted, "nothing is accepted after an abort")
         getattr(self, f"_{event}")(*arguments)
-        self._shrink_layer(event, over_quota)
         self.searches.expect(event, arguments, commands, self.layer)
         places = [ORDER[c[0]] for c in commands]
         rule(places == sorted(places), f"commands out of order: {commands}")
@@ -144,39 +139,33 @@ class RuleObserver(Picture):
             rule(device.slots[slot] == expert and evicts == -1, "a partial expert goes on in its own slot")
             return
         victims = (self.resident & set(device.slots)) - self.pinned - self.kept
-        settled = self.settled(expert // self.config.experts)
-        quota = self.config.layer_quota
-        if quota and kind == "demand" and len(settled) >= quota and settled & victims:
-            victims &= settled
+        in_layer, staged = self._quota_victims(expert, victims)
+        # Where the rule cannot be followed from outside, nobody sees who is spare.
+        sure = self.follows_rule
+        if kind == "demand" and in_layer and (sure or (evicts >= 0 and device.holds_room())):
+            victims = in_layer
         elif device.holds_room():
             rule(evicts == -1 and slot == device.slots.index(-1), "the lowest free slot comes first")
             return
-        elif quota and kind == "prefetch":
-            victims = {e for e in victims & self.unused if e // self.config.experts <= self.layer}
+        elif self.config.layer_quota and (kind == "prefetch" or (sure and staged)):
+            victims = staged
         if not victims:
             rule(kind == "demand" and evicts == -1 and device.slots[slot] in device.partial, "rule 7")
             self.waste_partial(device, device.slots[slot])
             return
         rule(device.slots[slot] == evicts, "rule 2: the load names its victim")
         rule(evicts in victims, "rules 1 and 7: neither pinned, nor kept, nor in flight")
-        rule(self.first_out(victims) in (None, evicts), f"{self.config.eviction} takes another one")
+        rule(not sure or self.first_out(victims) == evicts, f"{self.config.eviction} takes another one")
         self.leave(evicts)
 
-    def _shrink_layer(self, event: str, experts: Sequence[int]) -> None:
-        quota, settled = self.config.layer_quota, self.settled(self.layer)
-        due = quota > 0 and event == "computed" and self.layer_done
-        excess = min(len(settled) - quota, len(settled - self.kept)) if due else 0
-        rule(len(experts) == max(excess, 0), "a computed layer is within its quota")
-        left = set(experts)
-        while left:
-            first = self.first_out(settled - self.kept)
-            expert = min(left) if first is None else first
-            rule(expert in left & settled - self.kept, "another expert leaves its layer")
-            left.remove(expert)
-            settled.remove(expert)
-            self.leave(expert)
-            slots = self.device(expert).slots
-            slots[slots.index(expert)] = -1
+    def _quota_victims(self, expert: int, victims: set[int]) -> tuple[set[int], set[int]]:
+        """(who leaves for a demand of this expert's layer, who leaves before others), with a layer quota."""
+        if not self.config.layer_quota:
+            return set(), set()
+        settled = self.settled(expert // self.config.experts)
+        past = {e for e in self.unused if e // self.config.experts <= self.layer}
+        enough = len(settled) >= self.config.layer_quota
+        return settled & victims if enough else set(), (past | self.spare) & victims
 
     def _after(self, event: str, commands: Sequence[Command]) -> None:
         waited = any(c[0] == "Wait" for c in commands)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -48,26 +48,16 @@ class Core(Protocol):
     ) -> list[Command]: ...
     def foresight(self, step: int, required: Sequence[Sequence[int]], /) -> list[Command]: ...
     def counter_values(self) -> dict[str, Any]: ...
-    def residents(self, device: int, /) -> list[int]: ...
-
-
-class Step(NamedTuple):
-    """One accepted event, its commands, and who left a computed layer without a command."""
-
-    event: str
-    arguments: tuple[Any, ...]
-    commands: list[Command]
-    over_quota: list[int]
 
 
 @dataclass
 class Walk:
-    """One random walk; `log` keeps every accepted event."""
+    """One random walk; `log` keeps every accepted event with its commands."""
 
     core: Core
     config: Config
     rng: np.random.Generator
-    log: list[Step] = field(default_factory=list)
+    log: list[tuple[str, tuple[Any, ...], list[Command]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rules = RuleObserver(self.config)
@@ -107,15 +97,9 @@ class Walk:
                 raise AssertionError("the walk does not come to its end")
 
     def _do(self, event: str, *arguments: Any) -> None:
-        before = self.rules.settled(self.rules.layer) & self.rules.resident
         commands = getattr(self.core, event)(*arguments)
-        over_quota: list[int] = []
-        if self.config.layer_quota and event == "computed":
-            resident = {e for g in range(self.config.devices) for e in self.core.residents(g)}
-            named = {c[7] for c in commands if c[0] == "Load"}
-            over_quota = sorted(before - resident - named)
-        self.log.append(Step(event, arguments, commands, over_quota))
-        self.rules.observe(*self.log[-1])
+        self.log.append((event, arguments, commands))
+        self.rules.observe(event, arguments, commands)
         self.rules.check_counters(self.core.counter_values())
 
     # -- choosing

@@ -114,6 +114,7 @@ class ReferenceCore(Predictions):
                     state.unused = False
                     self.counters.useful_bytes += config.expert_bytes
                 state.pinned = True
+                state.spare = False
         self._leave_queues(set(required))
         self.rest = required
         self._next_chunk()

@@ -24,7 +24,7 @@ class Slots:
         self.config = config
         self.policy = policy
         self.aborted = False
-        self.l_now = config.layers - 1  # as after the end of an iteration −1: the current step is −1
+        self.l_now = -1
         self.iteration = -1
         self.gates = 0
         self.out: list[Command] = []
@@ -69,7 +69,7 @@ class Slots:
 
     def _is_settled(self, state: Expert) -> bool:
         if state.status == "resident":
-            return not state.unused
+            return not state.unused and not state.spare
         return state.status == "loading" and state.pinned
 
     # -- entering and leaving a slot
@@ -101,7 +101,7 @@ class Slots:
             self.counters.wasted_bytes += self.config.expert_bytes
         if self.config.frequency == "residency":
             state.freq = 1.0
-        state.privileged = False
+        state.privileged = state.spare = False
         self.free_slot(expert)
 
     def give_privileges(self, required: Sequence[int]) -> None:
@@ -119,12 +119,12 @@ class Slots:
                 self.states[oldest].privileged = False
 
     def enforce_quota(self, layer: int) -> None:
-        """Evict until a layer that is wholly computed is within its quota."""
+        """Settled experts of a layer that is wholly computed become spare until it is within its quota."""
         while len(settled := self.settled(layer)) > self.config.layer_quota:
             victim = self.first_to_go(settled)
             if victim is None:
                 return
-            self.evict(victim)
+            self.states[victim].spare = True
 
     # -- victims
 
@@ -137,15 +137,20 @@ class Slots:
         return state.status == "resident" and not state.pinned and not state.kept
 
     def victim(self, device: int) -> int | None:
-        """Who leaves for a demand load."""
-        return self.first_to_go(self.held(device))
+        """Who leaves for a demand load: with a quota, first of all who is not settled in its layer."""
+        staged = self.staged_victim(device) if self.config.layer_quota > 0 else None
+        return self.first_to_go(self.held(device)) if staged is None else staged
 
     def prefetch_victim(self, device: int) -> int | None:
-        """Who leaves for a prefetch: with a quota nobody who has been used or may be soon."""
-        held = self.held(device)
+        """Who leaves for a prefetch: with a quota nobody who is settled or may be soon."""
         if self.config.layer_quota > 0:
-            held = [e for e in held if self.states[e].unused and self.layer_of(e) <= self.l_now]
-        return self.first_to_go(held)
+            return self.staged_victim(device)
+        return self.first_to_go(self.held(device))
+
+    def staged_victim(self, device: int) -> int | None:
+        """Of the experts that a layer has beside its quota, who leaves first."""
+        past = [e for e in self.held(device) if self.states[e].unused and self.layer_of(e) <= self.l_now]
+        return self.first_to_go(past + [e for e in self.held(device) if self.states[e].spare])
 
     def quota_victim(self, expert: int) -> int | None:
         """Who leaves for a demand load of a layer that has its quota."""

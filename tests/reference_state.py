@@ -134,6 +134,7 @@ class Expert:
     unused: bool = False
     kept: bool = False
     privileged: bool = False
+    spare: bool = False
     failures: int = 0
     offset: int = 0
 

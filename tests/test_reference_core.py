@@ -50,7 +50,7 @@ def test_every_rule_holds_from_outside(seed: int) -> None:
 def test_same_events_same_commands_and_rounding_on_entry_changes_nothing(seed: int) -> None:
     walk = walked(seed)
     again, rounded = (ReferenceCore(walk.config, policy_for(walk.config)) for _ in range(2))
-    for event, arguments, commands, _ in walk.log:
+    for event, arguments, commands in walk.log:
         assert getattr(again, event)(*arguments) == commands
         halves = [
             round_f16(a) if isinstance(a, np.ndarray) and a.dtype == np.float32 else a for a in arguments
@@ -69,7 +69,7 @@ def test_victim_is_the_first_of_a_numpy_sort(seed: int) -> None:
         states = {e: core.states[e] for e in core.residents(device)}
         ids = np.array([e for e, s in states.items() if not s.pinned and not s.kept], dtype=int)
         if not len(ids):
-            assert core.victim(device) is None
+            assert core.first_to_go(core.held(device)) is None
             continue
         freq = np.array([core.states[e].freq for e in ids])
         stamp = np.array([core.states[e].stamp for e in ids])
@@ -94,24 +94,24 @@ def test_victim_is_the_first_of_a_numpy_sort(seed: int) -> None:
             "belady": (ids, idle),
             "plugin": (ids, stamp, np.array([core.user_key(e) for e in ids] if core.policy else [])),
         }[config.eviction]
-        assert core.victim(device) == ids[np.lexsort(columns)[0]]
+        assert core.first_to_go(core.held(device)) == ids[np.lexsort(columns)[0]]
 
 
 def test_the_walk_reaches_every_kind_of_command_and_counter() -> None:
     seen: set[str] = set()
     for seed in range(250):
         walk = walked(seed)
-        for event, _, commands, over_quota in walk.log:
+        for event, _, commands in walk.log:
             seen.add(event)
-            seen.update("over quota" for _ in over_quota)
             seen.update(str(c[0]) for c in commands)
             seen.update(f"Load {c[6]} {'rest' if c[4] else 'whole'}" for c in commands if c[0] == "Load")
+        seen.update("spare" for e in walk.rules.spare)
         counters = walk.core.counter_values()
         seen.update(name for name, value in counters.items() if np.any(value))
     wanted = {"Search", "WaitSearch", "PreemptPrefetch", "Wait", "Load", "Abort"}
     wanted |= {f"Load {kind} {part}" for kind in ("demand", "prefetch") for part in ("whole", "rest")}
     wanted |= {"begin_iteration", "gate", "speculation", "search_done", "loaded", "paused", "load_failed"}
-    wanted |= {"computed", "end_iteration", "seed_store", "foresight", "preload", "over quota"}
+    wanted |= {"computed", "end_iteration", "seed_store", "foresight", "preload", "spare"}
     wanted |= set(ReferenceCore(Config(1, 1, 1, 1, 1, 1)).counter_values()) - {"skipped_updates"}
     assert wanted <= seen, sorted(wanted - seen)
 
@@ -121,11 +121,11 @@ def test_the_walk_reaches_every_kind_of_command_and_counter() -> None:
 def test_the_observer_notices_a_wrong_load(seed: int, change: str) -> None:
     walk = walked(seed, iterations=1)
     rules = RuleObserver(walk.config)
-    for event, arguments, commands, over_quota in walk.log:
+    for event, arguments, commands in walk.log:
         loads = [i for i, c in enumerate(commands) if c[0] == "Load"]
         aborts = any(c[0] == "Abort" for c in commands)
         if not loads or aborts or (change == "none" and commands[loads[0]][6] == "prefetch"):
-            rules.observe(event, arguments, commands, over_quota)
+            rules.observe(event, arguments, commands)
             continue
         broken = list(commands)
         load = list(broken[loads[0]])
@@ -143,7 +143,7 @@ def test_the_observer_notices_a_wrong_load(seed: int, change: str) -> None:
         elif change == "none":
             del broken[loads[0]]
         with pytest.raises(AssertionError):
-            rules.observe(event, arguments, broken, over_quota)
+            rules.observe(event, arguments, broken)
         return
 
 

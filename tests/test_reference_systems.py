@@ -169,19 +169,32 @@ def test_a_quota_replaces_within_the_layer_and_stages_prefetches_beside_it() -> 
     core.loaded(4)
     assert gate(core, 3) == [("Wait", (7,))]
     assert core.residents(0) == [1, 6, 7, 4]
-    # Expert 7 was staged and is used: it takes the place of expert 6. Expert 4 does not count.
+    # Expert 7 was staged and is used: expert 6 becomes spare. Expert 4 was not used and does not count.
     assert serve(core) == []
-    assert core.residents(0) == [1, 7, 4]
-    assert core.counters.evictions == 2
+    assert core.residents(0) == [1, 6, 7, 4]
+    assert [e for e in range(8) if core.states[e].spare] == [6]
     core.end_iteration()
     begin(core)
     assert gate(core, 1) == [("Wait", (1,))]
     serve(core)
-    assert speculate(1) == [load(5, 1, "prefetch")]
+    assert speculate(1) == [load(5, 1, "prefetch", 6)]
     core.loaded(5)
-    assert speculate(2) == []  # nothing used makes room, and the others staged are still to come
+    assert speculate(2) == []  # nothing settled makes room, and the others staged are still to come
     assert gate(core, 2) == [("Wait", (6,)), load(6, 2, evicts=7)]
     serve(core)
+    core.end_iteration()
+    begin(core)
+    assert gate(core, 1) == [("Wait", (1,))]
+    serve(core)
+    assert gate(core, 1, 2) == [("Wait", (5, 6))]
+    serve(core)
+    assert [e for e in range(8) if core.states[e].spare] == [5]
+    core.end_iteration()
+    begin(core)
+    # The layer's own expert is required too. Expert 4 was used least recently, expert 5 is spare.
+    assert gate(core, 1, 2) == [("Wait", (1, 2)), load(2, 1, evicts=5)]
+    serve(core)
+    assert gate(core, 1) == [("Wait", (5,)), load(5, 2, evicts=6)]
 
 
 # -- kept experts

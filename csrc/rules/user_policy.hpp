@@ -17,9 +17,9 @@ using UserPredictions = std::map<int, std::vector<float>>;
 class UserPolicy {
   public:
     virtual ~UserPolicy() = default;
-    // embeddings: f16 [B, h] or empty
+    // units: unit embeddings, f16 [B, h], 0 for a row without one; empty where no row has one
     virtual UserPredictions begin_iteration(const std::vector<Row>& rows,
-                                            std::span<const std::uint16_t> embeddings) = 0;
+                                            std::span<const std::uint16_t> units) = 0;
     // probabilities f16 [B, J], row_counts [B, J]
     virtual UserPredictions gate(int layer, std::span<const std::uint16_t> probabilities,
                                  std::span<const std::int32_t> row_counts) = 0;
