@@ -44,9 +44,9 @@ def simulate(
 
     `options` are the settings of `RunSettings`, named as the flags of `finemoe-sim` with underscores, e.g.
     ``simulate("azure.parquet", policy="lru,finemoe", expert_cache=["24GB", "0.25"], rate=[0.5, 1],
-    slo="ttft_p90<2s")``; they win over the TOML file `config`. `output` is the results directory, by default a
-    new one in `finemoe-results`. Raises InputError for bad input, CapacityError when no cell fits its machine's
-    memory, and Interrupted (a KeyboardInterrupt) on Ctrl-C, with the finished cells.
+    slo="ttft_p90<2s")``; they win over the TOML file `config`. `output` is the results directory, by default
+    a new one in `finemoe-results`. Raises InputError for bad input, CapacityError when no cell fits its
+    machine's memory, and Interrupted (a KeyboardInterrupt) on Ctrl-C, with the finished cells.
     """
     if output is not None and not isinstance(output, str | Path):
         raise SettingError(f"--output is {output!r}. Give the path of a directory.")
