@@ -66,7 +66,7 @@ class ProgressBar:
         if self._task is not None:
             bar.remove_task(self._task)
         place = next(i for i, one in enumerate(self._cells, 1) if one is cell)
-        title = f"{place}/{len(self._cells)} {cell.system.name} {cell.expert_cache}"
+        title = f"{place}/{len(self._cells)} {cell.label}"
         self._task = bar.add_task(title, total=progress.requests, speed="")
         self._cell = cell
         self._began_s = time.perf_counter()

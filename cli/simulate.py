@@ -1,4 +1,4 @@
-"""`finemoe-sim`, also known as `finemoe sim`: simulate a grid of policies × expert cache sizes."""
+"""`finemoe-sim`, or `finemoe sim`: simulate a grid of policies × expert caches × machines × rates."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def simulate_command(
         Text, _option("Request trace: Azure or Vidur CSV, Mooncake JSONL, Parquet.", "FILE")
     ] = None,
     model: Annotated[Text, _option("Model by name, or a config.json. [mixtral-8x7b]", "NAME|FILE")] = None,
-    hardware: Annotated[Text, _option("Machine by name, or a profile. [rtx3090x6]", "NAME|FILE")] = None,
+    hardware: Annotated[
+        Text, _option("Machines by name, or profiles; a list. [rtx3090x6]", "NAME|FILE,…")
+    ] = None,
     set: Annotated[
         list[str] | None,
         _option(
@@ -62,7 +64,12 @@ def simulate_command(
     start: Annotated[Text, _option("Requests left out at the beginning of the trace. [0]", "N")] = None,
     sort: Annotated[Switch, _option("Accept a trace whose time stamps go backward.")] = None,
     time_scale: Annotated[Text, _option("Factor on the gaps between arrivals. [1]", "X")] = None,
-    rate: Annotated[Text, _option("Scale the arrivals to this many requests per second.", "X")] = None,
+    rate: Annotated[
+        Text, _option("Scale the arrivals to this many requests per second; a list sweeps.", "X,Y")
+    ] = None,
+    slo: Annotated[
+        Text, _option("Limits on latencies, for goodput: metric_statistic<limit.", "ttft_p90<2s,…")
+    ] = None,
     prompt_tokens: Annotated[Text, _option("Prompt length of every request.", "N")] = None,
     output_tokens: Annotated[Text, _option("Output length of every request.", "N")] = None,
     max_num_seqs: Annotated[Text, _option("Requests served at a time. [8]", "N")] = None,
@@ -124,6 +131,7 @@ def simulate_command(
         "sort": sort,
         "time_scale": time_scale,
         "rate": rate,
+        "slo": slo,
         "prompt_tokens": prompt_tokens,
         "output_tokens": output_tokens,
         "max_num_seqs": max_num_seqs,
@@ -151,7 +159,7 @@ def _simulate(
     dry_run: bool,
     quiet: bool,
 ) -> None:
-    from ..serving.results import check_output
+    from ..serving.output_folder import check_output
     from ..sim.plan import make_plan
     from ..sim.run import Interrupted, run_plan
     from ..sim.settings import resolve

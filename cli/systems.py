@@ -20,7 +20,7 @@ def systems_command(
         return
     from rich.table import Table
 
-    from .table import console
+    from .formats import console
 
     table = Table(box=None, pad_edge=False)
     for name in ("system", "group", "predictor", "eviction", "description", "source"):

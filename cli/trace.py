@@ -90,7 +90,7 @@ def import_command(
 def _print_info(info: TraceInfo) -> None:
     from rich.table import Table
 
-    from .table import console, number
+    from .formats import console, number
 
     evidence = "SYNTHETIC" if info.synthetic else "RECORDED"
     print(f"{info.path}: {info.format} {info.container}, {evidence}")

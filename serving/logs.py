@@ -113,6 +113,9 @@ class IterationLog(ColumnLog):
         "stall_s": "f8",  # compute waited for demand loads (late prefetches included)
         "search_wait_s": "f8",  # compute waited for a search or for a blocking prefetch
         "compute_s": "f8",
+        # Busy seconds of all links together from the run's beginning to the step's start and end.
+        "link_busy_start_s": "f8",
+        "link_busy_end_s": "f8",
     }
 
     def append(
@@ -130,6 +133,8 @@ class IterationLog(ColumnLog):
         stall_s: float,
         search_wait_s: float,
         compute_s: float,
+        link_busy_start_s: float,
+        link_busy_end_s: float,
     ) -> None:
         """Note a finished step."""
         self._append(
@@ -147,5 +152,7 @@ class IterationLog(ColumnLog):
                 stall_s,
                 search_wait_s,
                 compute_s,
+                link_busy_start_s,
+                link_busy_end_s,
             )
         )

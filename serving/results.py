@@ -5,9 +5,11 @@
     DIR/wall.json               wall times, which differ from run to run and stand in no other file
     DIR/requests.parquet        one row per finished request
     DIR/iterations.parquet      one row per step
+    DIR/timeseries.parquet      one row per second
     DIR/decisions.parquet       the core's event and command log, where it is kept
 
-A grid of several cells has one folder per cell, `DIR/POLICY-CACHE/`, with the three Parquet files; the other
+A grid of several cells has one folder per cell with the Parquet files, named by policy and cache
+(`DIR/lru-24GB/`) and by hardware and rate where the grid has several (`DIR/lru-24GB-h100-0.5rps/`); the other
 files stand in DIR and cover all cells. Everything is written into `DIR.partial` and renamed at the end, so a
 killed run leaves the old results as they were and `DIR.partial` with the finished cells beside them. What is
 not whole yet has a name that ends in `.part`. The same settings give the same bytes, wall.json aside.
@@ -15,9 +17,7 @@ not whole yet has a name that ends in `.part`. The same settings give the same b
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,16 +28,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..errors import SettingError
+from .cells import cell_names
 from .logs import IterationLog, RequestLog
 from .metrics import CellSummary
+from .output_folder import FORMAT, SUMMARY, beside, check_output, identity, unwritable
+from .sweep import saturation
 
 if TYPE_CHECKING:
     import pyarrow
 
-FORMAT = "finemoe results 1"
-_SUMMARY = "summary.json"
-_CELL_FILES = frozenset({"requests.parquet", "iterations.parquet", "decisions.parquet"})
-_TOP_FILES = frozenset({_SUMMARY, "config.resolved.toml", "wall.json"})
+_ROW_GROUP = 65_536  # rows that are encoded at a time: bounds memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,7 @@ class Results:
             "format": FORMAT,
             "partial": self.partial,
             "runs": runs,
+            "saturation": saturation(self.runs),
             "config": self.config,
             "trace": self.trace,
             "evidence": self.evidence,
@@ -74,27 +75,22 @@ def _json(payload: object) -> str:
     return msgspec.json.format(msgspec.json.encode(payload), indent=2).decode() + "\n"
 
 
-def cell_name(policy: str, expert_cache: str) -> str:
-    """The folder of a cell: `finemoe-24GB`."""
-    return re.sub(r"[^A-Za-z0-9.+_-]", "_", f"{policy}-{expert_cache}")
-
-
 class ResultsWriter:
     """Collects a run's files in `DIR.partial` and puts them in place with `commit`."""
 
     def __init__(self, directory: Path, cells: tuple[str, ...], evidence: Mapping[str, Any]) -> None:
-        """Make `DIR.partial`, which must not exist, for the results of `cells` (names from `cell_name`).
+        """Make `DIR.partial`, which must not exist, for the results of `cells` (names from `cell_names`).
 
         `evidence` goes into the metadata of every Parquet file.
         """
         self.directory = directory
         self._cells = cells
         self._evidence = msgspec.json.encode(evidence)
-        self._staging = _beside(directory, "partial")
+        self._staging = beside(directory, "partial")
         self._staging.mkdir(parents=True)
         # Held open so that its inode stands for it alone, also after another run has removed it.
         self._handle: int | None = os.open(self._staging, os.O_RDONLY)
-        self._identity = _identity(self._staging)
+        self._identity = identity(self._staging)
 
     @classmethod
     def replacing(cls, directory: Path, cells: tuple[str, ...], evidence: Mapping[str, Any]) -> ResultsWriter:
@@ -103,16 +99,16 @@ class ResultsWriter:
         SettingError for anything else: nobody's files are overwritten.
         """
         check_output(directory)
-        old = _beside(directory, "old")
+        old = beside(directory, "old")
         try:
             if old.exists() and not directory.exists():  # killed between the two renames of `commit`
                 os.rename(old, directory)
-            for place in (_beside(directory, "partial"), old):
+            for place in (beside(directory, "partial"), old):
                 if place.exists():
                     shutil.rmtree(place)
             return cls(directory, cells, evidence)
         except OSError as error:
-            raise _unwritable(directory, error) from error
+            raise unwritable(directory, error) from error
 
     @classmethod
     def fresh(cls, root: Path, cells: tuple[str, ...], evidence: Mapping[str, Any]) -> ResultsWriter:
@@ -121,52 +117,67 @@ class ResultsWriter:
         while True:
             directory = root / f"{number:04d}"
             try:
-                if not os.path.lexists(directory) and not os.path.lexists(_beside(directory, "old")):
+                if not os.path.lexists(directory) and not os.path.lexists(beside(directory, "old")):
                     return cls(directory, cells, evidence)
             except FileExistsError:  # of a killed run, or of another process that took the number just now
                 pass
             except OSError as error:
-                raise _unwritable(root, error) from error
+                raise unwritable(root, error) from error
             number += 1
 
+    def write_decisions(self, cell: str, decisions: pyarrow.Table) -> None:
+        """Write the decision log of a cell that still runs; SettingError where it cannot be written."""
+        with self._writing():
+            self._write_tables(cell, decisions=decisions)
+
     def write_cell(
-        self,
-        cell: str,
-        requests: RequestLog,
-        iterations: IterationLog,
-        decisions: pyarrow.Table | None,
+        self, cell: str, requests: RequestLog, iterations: IterationLog, series: pyarrow.Table
     ) -> None:
-        """Write the Parquet files of one finished cell; its folder appears when all are written.
+        """Write the other Parquet files of a finished cell; its folder appears when all are written.
 
         Raises SettingError where they cannot be written.
         """
-        tables = {"requests": requests.to_arrow().sort_by("request"), "iterations": iterations.to_arrow()}
-        if decisions is not None:
-            tables["decisions"] = decisions
         with self._writing():
-            part = self._staging / f"{cell}.part"
-            part.mkdir()
-            for name, table in tables.items():
-                self._write(table, part / f"{name}.parquet")
+            part = self._write_tables(
+                cell,
+                requests=requests.to_arrow().sort_by("request"),
+                iterations=iterations.to_arrow(),
+                timeseries=series,
+            )
             if len(self._cells) > 1:
                 os.rename(part, self._staging / cell)
                 return
-            for name in tables:
-                os.rename(part / f"{name}.parquet", self._staging / f"{name}.parquet")
+            for path in part.iterdir():
+                os.rename(path, self._staging / path.name)
             part.rmdir()
+
+    def drop_cell(self, cell: str) -> None:
+        """Drop what was written of a cell that will not be finished."""
+        with self._writing():
+            part = self._staging / f"{cell}.part"
+            if part.exists():
+                shutil.rmtree(part)
+
+    def _write_tables(self, cell: str, **tables: pyarrow.Table) -> Path:
+        """Write tables into the folder of an unfinished cell, which it returns."""
+        part = self._staging / f"{cell}.part"
+        part.mkdir(exist_ok=True)
+        for name, table in tables.items():
+            self._write(table, part / f"{name}.parquet")
+        return part
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """What the operating system says about a write as SettingError; also where DIR.partial is no longer
         the one made here, because another run took the same name."""
         try:
-            if _identity(self._staging) != self._identity:
+            if identity(self._staging) != self._identity:
                 raise SettingError(
                     f"--output: {self._staging} was taken over by another run. Give each its own directory."
                 )
             yield
         except OSError as error:
-            raise _unwritable(self.directory, error) from error
+            raise unwritable(self.directory, error) from error
 
     def _write(self, table: pyarrow.Table, path: Path) -> None:
         import pyarrow as pa
@@ -178,15 +189,17 @@ class ResultsWriter:
             table.replace_schema_metadata(metadata),
             path,
             compression="zstd",
+            row_group_size=_ROW_GROUP,
             use_dictionary=words or False,
             write_statistics=False,
         )
 
     def write_summary(self, results: Results, config_toml: str) -> None:
         """Write the files that cover all cells; called after each cell, so that a killed run keeps them."""
-        wall = {cell_name(run.policy, run.expert_cache): run.wall_s for run in results.runs}
+        names = cell_names(run.key for run in results.runs)
+        wall = {name: run.wall_s for name, run in zip(names, results.runs, strict=True)}
         texts = {
-            _SUMMARY: results.to_json(wall=False),
+            SUMMARY: results.to_json(wall=False),
             "config.resolved.toml": config_toml,
             "wall.json": _json({"wall_s": wall}),
         }
@@ -198,7 +211,7 @@ class ResultsWriter:
 
     def commit(self) -> Path:
         """Put the results in place of what was there; returns the directory."""
-        old = _beside(self.directory, "old")
+        old = beside(self.directory, "old")
         with self._writing():
             if self.directory.exists():
                 os.rename(self.directory, old)
@@ -211,22 +224,23 @@ class ResultsWriter:
     def keep_partial(self, results: Results, config_toml: str) -> Path:
         """Keep the cells that an interrupted run finished: in place, or in `DIR.partial` where older results
         stand. Folders and summary agree: what `results` does not call finished is removed."""
-        if _identity(self.directory) == self._identity:  # interrupted when all was in place
+        if identity(self.directory) == self._identity:  # interrupted when all was in place
             return self.directory
         with self._writing():
-            ran = {cell_name(run.policy, run.expert_cache) for run in results.runs if run.ran}
+            names = cell_names(run.key for run in results.runs)
+            ran = {name for name, run in zip(names, results.runs, strict=True) if run.ran}
             for entry in self._staging.iterdir():
                 if entry.is_dir() and entry.name not in ran:
                     shutil.rmtree(entry)
         self.write_summary(results, config_toml)
-        if not (self.directory / _SUMMARY).exists():
+        if not (self.directory / SUMMARY).exists():
             return self.commit()
         self._close()
         return self._staging
 
     def discard(self) -> None:
         """Drop what was written, as far as it is still there and this run's own."""
-        if _identity(self._staging) == self._identity:
+        if identity(self._staging) == self._identity:
             shutil.rmtree(self._staging, ignore_errors=True)
         self._close()
 
@@ -234,89 +248,3 @@ class ResultsWriter:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
-
-
-def _beside(directory: Path, ending: str) -> Path:
-    return directory.with_name(f"{directory.name}.{ending}")
-
-
-def _identity(place: Path) -> tuple[int, int] | None:
-    """What tells a directory from a later one of the same name; None where there is none."""
-    try:
-        found = place.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
-
-
-def check_output(directory: Path) -> None:
-    """Raise SettingError unless results can be written as `directory`, with nobody's files in the way."""
-    if directory.name in ("", "..") or "\0" in str(directory):
-        raise SettingError(
-            f"--output is {str(directory)!r}, which is not the name of a directory that could be replaced. "
-            "Give a name of its own: --output DIR."
-        )
-    try:
-        for place in (directory, _beside(directory, "partial"), _beside(directory, "old")):
-            _check_ours(place)
-    except OSError as error:
-        raise _unwritable(directory, error) from error
-
-
-def _unwritable(place: Path, error: OSError) -> SettingError:
-    return SettingError(
-        f"--output: {place} cannot be written ({error.strerror or error}). Choose another directory."
-    )
-
-
-def _check_ours(place: Path) -> None:
-    """Raise SettingError unless `place` is absent, empty, or holds results and nothing else."""
-    if place.is_symlink():
-        raise SettingError(f"--output: {place} is a link. Give the directory itself.")
-    if not place.exists():
-        return
-    foreign = _foreign(place)
-    if foreign is not None:
-        raise SettingError(
-            f"--output: {place} holds {foreign}, which is not FineMoE's. "
-            "Choose an empty or new directory, or move that file away."
-        )
-
-
-def _foreign(place: Path) -> str | None:
-    """The first entry of `place` that `ResultsWriter` did not write, or None."""
-    if not place.is_dir():
-        return "a file of that name"
-    entries = sorted(entry.name for entry in place.iterdir())
-    if not entries:
-        return None
-    if not _is_file(place / _SUMMARY):
-        return entries[0]
-    try:
-        summary = json.loads((place / _SUMMARY).read_text("utf-8"))
-        ours = summary["format"] == FORMAT
-        cells = {cell_name(run["policy"], run["expert_cache"]) for run in summary["runs"]}
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return entries[0]
-    for name in entries:
-        plain = name.removesuffix(".part")
-        if name in cells or plain in cells:
-            strange = _foreign_in_cell(place / name)
-            if strange is not None:
-                return strange
-        elif not ours or plain not in _CELL_FILES | _TOP_FILES or not _is_file(place / name):
-            return name
-    return None
-
-
-def _foreign_in_cell(folder: Path) -> str | None:
-    if folder.is_symlink() or not folder.is_dir():
-        return folder.name
-    for entry in sorted(folder.iterdir()):
-        if entry.name not in _CELL_FILES or not _is_file(entry):
-            return f"{folder.name}/{entry.name}"
-    return None
-
-
-def _is_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()

@@ -77,7 +77,9 @@ class Engine:
         self.foresight = Foresight(core, feed, model.layers) if system.predictor == "oracle" else None
         self.log = IterationLog()
         self.compute_s = 0.0
-        self._stall_s = self._search_wait_s = 0.0
+        self._stall_s = self._search_wait_s = self._computed_s = 0.0  # of the iteration
+        self._link_busy_s = 0.0  # of all links, until the end of the last iteration
+        self._ended_s = 0.0
         self._timer = Timer(env, ENGINE)
         # While the forward pass waits for loads: the mask bits that end the wait, when it began, and the
         # computation that follows it.
@@ -101,11 +103,16 @@ class Engine:
             self._stall_s += self._env.now - self._stalled_s
             self._timer.fire(self._compute_s(self._then_s))
 
+    def link_busy_until(self, now_s: float) -> float:
+        """Busy seconds of all links together, copies in flight included."""
+        return sum(link.busy_until(now_s) for link in self.links)
+
     def iterate(self, step: Step) -> Process:
         """One step of the scheduler, all layers."""
         env, core, feed = self._env, self._core, self._feed
-        start_s, compute_before_s = env.now, self.compute_s
-        self._stall_s = self._search_wait_s = 0.0
+        start_s = env.now
+        link_busy_s = self._link_busy_s if start_s == self._ended_s else self.link_busy_until(start_s)
+        self._stall_s = self._search_wait_s = self._computed_s = 0.0
         tokens, states = step.tokens, step.requests
         feed.select(
             [state.request.index for state in states],
@@ -128,7 +135,7 @@ class Engine:
             layer_s = attention_s + gate_s * len(self._speculated[layer])
             if copying.busy:
                 layer_s *= self._slowdown
-            self.compute_s += layer_s
+            self._computed_s += layer_s
             yield start(layer_s)
             mask = feed.gate(core, layer, env.now)
             if mask & OUTBOXES:
@@ -154,18 +161,18 @@ class Engine:
                 self.deliver(mask)
             if mask & PREFETCH_OPEN:
                 yield from self._prefetches(mask)
-        self.compute_s += overhead_s
+        self._computed_s += overhead_s
         yield start(overhead_s)
         mask = core.end_iteration(env.now, [state.request.index for state in states if state.last])
         if mask & OUTBOXES:
             self.deliver(mask)
-        self._note(step, start_s, tokens, self.compute_s - compute_before_s)
+        self._note(step, start_s, tokens, link_busy_s)
 
     def _compute_s(self, seconds: float) -> float:
         """Expert computation that starts now takes this long: it is slower while any copy runs."""
         if self._copies.in_flight:
             seconds *= self._slowdown
-        self.compute_s += seconds
+        self._computed_s += seconds
         return seconds
 
     def _stall(self, wakes: int, then_s: float) -> Timer:
@@ -231,14 +238,17 @@ class Engine:
                 self.deliver(mask)
         return mask
 
-    def _note(self, step: Step, start_s: float, tokens: int, compute_s: float) -> None:
+    def _note(self, step: Step, start_s: float, tokens: int, link_busy_s: float) -> None:
+        now_s = self._ended_s = self._env.now
+        self._link_busy_s = self.link_busy_until(now_s)
+        self.compute_s += self._computed_s
         before, self._totals = self._totals, self._core.totals()
         activated, hits, late, demand_bytes = (
             now - then for now, then in zip(self._totals, before, strict=True)
         )
         self.log.append(
             start_s,
-            self._env.now,
+            now_s,
             step.phase,
             len(step.requests),
             tokens,
@@ -249,7 +259,9 @@ class Engine:
             demand_bytes,
             self._stall_s,
             self._search_wait_s,
-            compute_s,
+            self._computed_s,
+            link_busy_s,
+            self._link_busy_s,
         )
 
 

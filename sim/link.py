@@ -61,8 +61,12 @@ class Link:
         self._expert = -1
         self._offset = self._size = 0
         self._began_s = 0.0
-        self.busy_s = 0.0
+        self.busy_s = 0.0  # of finished copies
         self.bytes_moved = 0
+
+    def busy_until(self, now_s: float) -> float:
+        """Seconds in which a copy ran until now, the one in flight included."""
+        return self.busy_s + (now_s - self._began_s if self.busy else 0.0)
 
     def drain(self) -> None:
         """Take the commands from the core's outbox of this device."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -16,34 +15,46 @@ from ..errors import CapacityError, SettingError
 from ..policy.models import ModelSpec, load_model_spec
 from ..policy.system import System
 from ..policy.systems import find_systems
-from ..serving.results import cell_name
+from ..serving.cells import CellKey, cell_labels, cell_names
 from ..traces.requests import Request, RequestTrace, open_requests, select_requests
 from ..traces.routing import RoutingSource
 from ..traces.routing_file import RoutingFile
 from ..traces.routing_preset import load_preset, preset_for
 from ..traces.synthetic import SyntheticRouting
+from .evidence import describe_trace, evidence_of
 from .memory import MemoryPlan, parse_cache_size, plan_memory, whole_model_bytes
 from .popularity import sample_of
 from .settings import RunSettings
+
+if TYPE_CHECKING:
+    from .world import Requests
 
 TRAINING_SHARE = 0.7  # paper §6.1: 70 % of the data fill the store, 30 % are served
 _SPLIT_STREAM = 1  # keeps the offline split's draws apart from other uses of the run's seed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run of the grid. `memory` is None, and `problem` is its status, where it cannot run."""
+    """One run of the grid. `memory` is None, and `problem` is its status, where it cannot run.
+
+    `requests` arrive at the cell's rate; `name` is that of its folder.
+    """
 
     system: System
     expert_cache: str
     expert_cache_bytes: int
+    profile: HardwareProfile
+    rate_per_s: float | None
+    requests: Requests
     memory: MemoryPlan | None
     problem: str = ""
+    name: str = ""
+    label: str = ""
 
     @property
-    def name(self) -> str:
-        """Name of the cell's folder."""
-        return cell_name(self.system.name, self.expert_cache)
+    def key(self) -> CellKey:
+        """What tells the cell from the others of its grid."""
+        return CellKey(self.system.name, self.expert_cache, self.profile.name, self.rate_per_s)
 
 
 @dataclass(frozen=True)
@@ -52,14 +63,18 @@ class Plan:
 
     settings: RunSettings
     model: ModelSpec
-    profile: HardwareProfile
-    requests: list[Request]
-    training: list[Request]
+    profiles: tuple[HardwareProfile, ...]
+    training: Requests
     routing: RoutingSource
     cells: tuple[Cell, ...]
     trace: Mapping[str, Any]  # what the results say of the request trace
     evidence: Mapping[str, Any]
     warnings: tuple[str, ...]
+
+    @property
+    def requests(self) -> Requests:
+        """Those of the first cell: all cells serve the same ones, each at its rate."""
+        return self.cells[0].requests
 
 
 def make_plan(settings: RunSettings) -> Plan:
@@ -69,18 +84,14 @@ def make_plan(settings: RunSettings) -> Plan:
     """
     systems = find_systems(settings.policy)
     model = load_model_spec(settings.model)
-    profile = load_machine(
-        settings.hardware,
-        settings.set,
-        host_memory=settings.host_memory,
-        peer_needed=settings.peer_link == "nvlink",
-    )
+    profiles = _profiles(settings)
     if settings.prefetch_distance is None:
         settings = msgspec.structs.replace(settings, prefetch_distance=model.prefetch_distance)
     sizes = {text: parse_cache_size(text, model, settings.expert_dtype) for text in settings.expert_cache}
     trace = open_requests(settings.trace, sort=settings.sort)
-    selected = _select(trace, settings)
-    requests, training = _split(selected, settings)
+    selected = {rate: _select(trace, settings, rate) for rate in settings.rate or (None,)}
+    requests, training = _split(next(iter(selected.values())), settings)
+    served = dict.fromkeys(selected, requests) if settings.offline else selected
     if settings.warmup >= len(requests):
         raise SettingError(
             f"--warmup is {settings.warmup}, but {len(requests)} requests are served: none would be counted. "
@@ -88,33 +99,55 @@ def make_plan(settings: RunSettings) -> Plan:
         )
     routing = _routing(settings, model)
     longest = max(request.prompt_tokens + request.output_tokens for request in requests)
-    inactive = {
-        system.name: _inactive(system, routing, {request.index for request in requests}, settings)
-        for system in systems
-    }
-    cells = _cells(systems, sizes, model, profile, settings, longest, inactive)
+    inactive = {system.name: _inactive(system, routing, requests, settings) for system in systems}
+    cells = _named(
+        [
+            cell
+            for system in systems
+            for text, size in _sizes(system, sizes, model, settings).items()
+            for profile in profiles
+            for cell in _cells(system, text, size, profile, served, model, settings, longest, inactive)
+        ]
+    )
     return Plan(
         settings=settings,
         model=model,
-        profile=profile,
-        requests=requests,
+        profiles=profiles,
         training=training,
         routing=routing,
         cells=cells,
-        trace=_describe(trace, requests, training),
-        evidence=_evidence(settings, trace, routing, profile, model),
+        trace=describe_trace(trace, served, training),
+        evidence=evidence_of(settings, trace, routing, profiles, model),
         warnings=tuple(dict.fromkeys(text for cell in cells if cell.memory for text in cell.memory.warnings)),
     )
 
 
-def _select(trace: RequestTrace, settings: RunSettings) -> list[Request]:
+def _profiles(settings: RunSettings) -> tuple[HardwareProfile, ...]:
+    profiles: dict[str, HardwareProfile] = {}
+    for name in settings.hardware:
+        profile = load_machine(
+            name,
+            settings.set,
+            host_memory=settings.host_memory,
+            peer_needed=settings.peer_link == "nvlink",
+        )
+        if profile.name in profiles:
+            raise SettingError(
+                f"--hardware {','.join(settings.hardware)} has two profiles that are named {profile.name}. "
+                "Give one of them another name, or leave it out."
+            )
+        profiles[profile.name] = profile
+    return tuple(profiles.values())
+
+
+def _select(trace: RequestTrace, settings: RunSettings, rate: float | None) -> list[Request]:
     return list(
         select_requests(
             trace,
             num_requests=None if settings.num_requests == "all" else settings.num_requests,
             start=settings.start,
             time_scale=settings.time_scale,
-            rate=settings.rate,
+            rate=rate,
             prompt_tokens=settings.prompt_tokens,
             output_tokens=settings.output_tokens,
         )
@@ -155,108 +188,84 @@ def _routing(settings: RunSettings, model: ModelSpec) -> RoutingSource:
     return source
 
 
+def _sizes(
+    system: System, sizes: Mapping[str, int], model: ModelSpec, settings: RunSettings
+) -> Mapping[str, int]:
+    """The cache sizes that a system runs with: one that holds all experts does so anyway, and runs once."""
+    return {"all": whole_model_bytes(model, settings.expert_dtype)} if system.preload == "all" else sizes
+
+
 def _cells(
-    systems: list[System],
-    sizes: Mapping[str, int],
-    model: ModelSpec,
+    system: System,
+    expert_cache: str,
+    expert_cache_bytes: int,
     profile: HardwareProfile,
+    served: Mapping[float | None, Requests],
+    model: ModelSpec,
     settings: RunSettings,
     longest: int,
     inactive: Mapping[str, str],
-) -> tuple[Cell, ...]:
-    whole = whole_model_bytes(model, settings.expert_dtype)
-    cells = []
-    for system in systems:
-        # A system that holds all experts does so whatever the cache size, so it runs once.
-        caches = {"all": whole} if system.preload == "all" else sizes
-        for text, size in caches.items():
-            if inactive[system.name]:
-                cells.append(Cell(system, text, size, None, f"INACTIVE: {inactive[system.name]}"))
-                continue
-            try:
-                memory = plan_memory(
-                    model, settings.expert_dtype, profile, size, min_kv_tokens=longest, dense=settings.dense
-                )
-                cells.append(Cell(system, text, size, memory))
-            except CapacityError as error:
-                cells.append(Cell(system, text, size, None, f"DOES NOT FIT: {error}"))
+) -> list[Cell]:
+    """One system, cache size and machine at every rate."""
+    memory = None
+    problem = f"INACTIVE: {inactive[system.name]}" if inactive[system.name] else ""
+    try:
+        if not problem:
+            memory = plan_memory(
+                model,
+                settings.expert_dtype,
+                profile,
+                expert_cache_bytes,
+                min_kv_tokens=longest,
+                dense=settings.dense,
+            )
+    except CapacityError as error:
+        problem = f"DOES NOT FIT: {error}"
+    return [
+        Cell(
+            system=system,
+            expert_cache=expert_cache,
+            expert_cache_bytes=expert_cache_bytes,
+            profile=profile,
+            rate_per_s=rate,
+            requests=requests,
+            memory=memory,
+            problem=problem,
+        )
+        for rate, requests in served.items()
+    ]
+
+
+def _named(cells: list[Cell]) -> tuple[Cell, ...]:
+    """The cells with their names. SettingError where two would share a folder, CapacityError if none fits."""
+    keys = [cell.key for cell in cells]
+    names = zip(cell_names(keys), cell_labels(keys), strict=True)
+    named = [replace(cell, name=name, label=label) for cell, (name, label) in zip(cells, names, strict=True)]
     by_folder: dict[str, Cell] = {}
-    for cell in cells:
+    for cell in named:
         other = by_folder.setdefault(cell.name, cell)
         if other is not cell:
             raise SettingError(
-                f"--expert-cache {other.expert_cache!r} and {cell.expert_cache!r} would both be kept in the "
-                f"folder {cell.name}. Write one of them differently, or leave it out."
+                f"{other.label!r} and {cell.label!r} would both be kept in the folder {cell.name}. "
+                "Write --expert-cache, --hardware or --rate of one of them differently, or leave it out."
             )
-    if not any(cell.memory for cell in cells):
-        what, _, why = cells[0].problem.partition(": ")
+    if not any(cell.memory for cell in named):
+        what, _, why = named[0].problem.partition(": ")
         if what == "INACTIVE":
-            raise SettingError(f"--policy {cells[0].system.name} is INACTIVE with this routing: {why}.")
+            raise SettingError(f"--policy {named[0].system.name} is INACTIVE with this routing: {why}.")
         raise CapacityError(why)
-    return tuple(cells)
+    return tuple(named)
 
 
-def _inactive(system: System, routing: RoutingSource, served: set[int], settings: RunSettings) -> str:
+def _inactive(system: System, routing: RoutingSource, served: Requests, settings: RunSettings) -> str:
     """Why the system cannot run with this routing; empty where it can."""
     meta = routing.meta
-    if system.preload == "popular" and not settings.offline and not sample_of(routing, served):
+    if (
+        system.preload == "popular"
+        and not settings.offline
+        and not sample_of(routing, {request.index for request in served})
+    ):
         return "every request of the routing is served, so there is none to measure popularity on beforehand"
     return system.inactive(
         recorded=meta.speculation, layers=meta.layers, prefetch_distance=settings.prefetch_distance or 1
     )
-
-
-def _describe(trace: RequestTrace, requests: list[Request], training: list[Request]) -> dict[str, Any]:
-    span_s = requests[-1].arrival_s - requests[0].arrival_s
-    count = len(requests)
-    return {
-        "path": str(trace.path),
-        "format": trace.format,
-        "synthetic": trace.synthetic,
-        "requests": count,
-        "training_requests": len(training),
-        "first_request": requests[0].index,
-        "span_s": span_s,
-        "rate_per_s": (count - 1) / span_s if span_s > 0 else None,
-        "prompt_tokens_mean": sum(request.prompt_tokens for request in requests) / count,
-        "output_tokens_mean": sum(request.output_tokens for request in requests) / count,
-    }
-
-
-def _evidence(
-    settings: RunSettings,
-    trace: RequestTrace,
-    routing: RoutingSource,
-    profile: HardwareProfile,
-    model: ModelSpec,
-) -> dict[str, Any]:
-    """Where the figures come from: the labels of every input."""
-    changed = [
-        name for name in ("rate", "prompt_tokens", "output_tokens") if getattr(settings, name) is not None
-    ]
-    if settings.time_scale != 1:
-        changed.append("time_scale")
-    hardware = defaultdict(list)
-    for name, (_, _, label, _) in profile.evidence().items():
-        hardware[label].append(name)
-    prefill = {"derived": "DERIVED", "none": "absent"}.get(routing.meta.prefill)
-    return {
-        "figures": "SIMULATED",
-        "trace": "SYNTHETIC" if trace.synthetic else "RECORDED",
-        "trace_changed_by": changed,
-        "routing": routing.meta.source.upper(),
-        "routing_notes": routing.meta.notes,
-        "routing_prefill": prefill or routing.meta.source.upper(),
-        "hardware": dict(sorted(hardware.items())),
-        "hardware_sources": {
-            profile.name: {
-                name: f"{value:g}{'' if unit == '1' else ' ' + unit} {label}: {source}"
-                for name, (value, unit, label, source) in profile.evidence().items()
-            }
-        },
-        "prefetch_distance": model.prefetch_distance_evidence
-        if "prefetch_distance" in settings.assumed
-        else "given",
-        "model_notes": list(model.notes),
-        "assumed": list(settings.assumed),
-    }

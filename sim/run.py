@@ -1,4 +1,4 @@
-"""`simulate`: a grid of policies × expert cache sizes over one request trace."""
+"""`simulate`: a grid of policies × expert caches × machines × rates over one request trace."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import msgspec
 
 from .. import __version__
 from ..errors import CapacityError, SettingError
-from ..serving.metrics import CellSummary, Distribution, summarize
+from ..serving.metrics import CellSummary, summarize
 from ..serving.results import Results, ResultsWriter
+from ..serving.slo import parse_slo
+from ..serving.timeseries import time_series
 from .plan import Cell, Plan, make_plan
 from .settings import resolve, to_toml
 from .world import CellInputs, CellOutcome, Progress, run_cell
@@ -38,7 +40,7 @@ def simulate(
     on_progress: OnProgress | None = None,
     **options: object,
 ) -> Results:
-    """Simulate serving `trace` for each policy and expert cache size, and write a results directory.
+    """Simulate serving `trace` for each policy, expert cache, machine and rate; write a results directory.
 
     `options` are the settings of `RunSettings`, named as the flags of `finemoe-sim` with underscores, e.g.
     ``simulate("azure.parquet", policy="lru,finemoe", expert_cache=["24GB", "0.25"], num_requests=64)``; they
@@ -68,11 +70,19 @@ def run_plan(plan: Plan, output: Path | None = None, on_progress: OnProgress | N
             if cell.memory is None:
                 continue
             try:
-                summary, outcome = _run(plan, cell, on_progress)
+                summary, outcome = _run(plan, cell, writer, on_progress)
+                series = time_series(
+                    outcome.requests,
+                    outcome.iterations,
+                    simulated_s=outcome.simulated_s,
+                    devices=cell.profile.devices,
+                    hit_rate_defined=cell.system.hit_rate_defined,
+                )
             except CapacityError as error:
                 runs[place] = _not_run(cell, f"DOES NOT FIT: {error}")
+                writer.drop_cell(cell.name)
                 continue
-            writer.write_cell(cell.name, outcome.requests, outcome.iterations, outcome.decisions)
+            writer.write_cell(cell.name, outcome.requests, outcome.iterations, series)
             runs[place] = summary  # only now: what is called finished is on disk
             writer.write_summary(_results(plan, runs), toml)
         if not any(run.ran for run in runs):
@@ -94,15 +104,19 @@ def run_plan(plan: Plan, output: Path | None = None, on_progress: OnProgress | N
     return _results(plan, runs, directory)
 
 
-def _run(plan: Plan, cell: Cell, on_progress: OnProgress | None) -> tuple[CellSummary, CellOutcome]:
+def _run(
+    plan: Plan, cell: Cell, writer: ResultsWriter, on_progress: OnProgress | None
+) -> tuple[CellSummary, CellOutcome]:
+    """Run a cell. Its decisions are written as soon as they are complete: that frees their memory, and
+    leaves little to write when the simulation ends."""
     settings = plan.settings
     inputs = CellInputs(
         model=plan.model,
         expert_dtype=settings.expert_dtype,
-        profile=plan.profile,
+        profile=cell.profile,
         system=cell.system,
         expert_cache_bytes=cell.expert_cache_bytes,
-        requests=plan.requests,
+        requests=cell.requests,
         training=plan.training,
         routing=plan.routing,
         settings=settings,
@@ -113,11 +127,10 @@ def _run(plan: Plan, cell: Cell, on_progress: OnProgress | None) -> tuple[CellSu
             on_progress(cell, progress)
 
     begin = time.perf_counter()
-    outcome = run_cell(inputs, report)
+    outcome = run_cell(inputs, report, lambda decisions: writer.write_decisions(cell.name, decisions))
     wall_s = time.perf_counter() - begin
     summary = summarize(
-        policy=cell.system.name,
-        expert_cache=cell.expert_cache,
+        key=cell.key,
         expert_cache_bytes=cell.expert_cache_bytes,
         requests=outcome.requests,
         iterations=outcome.iterations,
@@ -125,27 +138,25 @@ def _run(plan: Plan, cell: Cell, on_progress: OnProgress | None) -> tuple[CellSu
         per_layer=outcome.per_layer,
         memory_bytes=outcome.memory_bytes,
         busy_s=outcome.busy_s,
-        devices=plan.profile.devices,
+        devices=cell.profile.devices,
         simulated_s=outcome.simulated_s,
         counted_s=outcome.counted_s,
         wall_s=wall_s,
         max_num_seqs=settings.max_num_seqs,
         hit_rate_defined=cell.system.hit_rate_defined,
         offline=settings.offline,
+        ttft_defined=plan.routing.meta.prefill != "none",
+        slo=() if settings.slo is None else parse_slo(settings.slo),
         notes=_notes(plan, cell, outcome),
     )
-    if plan.routing.meta.prefill == "none":
-        note = "TTFT: undefined (the routing has no prefill iterations)"
-        nothing = Distribution()
-        summary = msgspec.structs.replace(
-            summary, ttft_s=nothing, ttft_service_s=nothing, notes=(*summary.notes, note)
-        )
     return summary, outcome
 
 
 def _notes(plan: Plan, cell: Cell, outcome: CellOutcome) -> tuple[str, ...]:
     """What the world, the memory split and the routing have to say of a run, each once."""
     notes = [*outcome.notes, *(cell.memory.warnings if cell.memory else ()), *plan.routing.remarks()]
+    if plan.routing.meta.prefill == "none":
+        notes.append("TTFT: undefined (the routing has no prefill iterations)")
     if plan.routing.meta.prefill == "derived":
         notes.append("TTFT: DERIVED (prefill routing aggregated from the first decode iterations)")
     return tuple(dict.fromkeys(notes))
@@ -161,6 +172,8 @@ def _not_run(cell: Cell, status: str) -> CellSummary:
         policy=cell.system.name,
         expert_cache=cell.expert_cache,
         expert_cache_bytes=cell.expert_cache_bytes,
+        hardware=cell.profile.name,
+        rate_per_s=cell.rate_per_s,
         status=status,
     )
 

@@ -18,6 +18,7 @@ import msgspec
 
 from ..errors import SettingError
 from ..policy.model_spec import EXPERT_DTYPES, ExpertDtype
+from ..serving.slo import parse_slo
 from ..traces.files import unreadable_kind
 from .compute import PEER_LINKS, PeerLink
 from .memory import DENSE, Dense
@@ -30,7 +31,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     trace: str  # path of a request trace
     model: str = "mixtral-8x7b"  # a name, or the path of a config.json
-    hardware: str = "rtx3090x6"  # a name, or the path of a profile
+    hardware: tuple[str, ...] = ("rtx3090x6",)  # names, or paths of profiles
     set: tuple[str, ...] = ()  # figures of the profile, changed: "link.bandwidth=55GB/s"
     host_memory: str | None = None  # in place of the profile's own; what does not fit is on the SSD
     dense: Dense = "device0"  # where dense weights and KV cache are
@@ -45,13 +46,14 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sort: bool = False  # accept time stamps that go backward
     start: int = 0  # requests of the trace left out at its beginning
     time_scale: float = 1.0  # factor on the gaps between arrivals
-    rate: float | None = None  # requests per second, in place of the trace's own; excludes time_scale
+    rate: tuple[float, ...] = ()  # requests per second, in place of the trace's own; excludes time_scale
     prompt_tokens: int | None = None  # in place of the trace's own
     output_tokens: int | None = None
     max_num_seqs: int = 8
     token_budget: int = 8192  # prompt tokens of one prefill step
     offline: bool = False  # one prompt after another, the store filled from 70 % of the requests
     warmup: int = 0  # requests served and not counted
+    slo: str | None = None  # limits on latencies: "ttft_p90<2s,tpot_p90<0.2s"
     seed: int = 0
 
     prefetch_distance: int | None = None  # None: the model's own
@@ -66,12 +68,14 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         for name in _FILES:
-            problem = path_problem(getattr(self, name))
-            if problem:
-                raise _bad(name, repr(getattr(self, name)[:60]), problem)
-        for name in ("policy", "expert_cache"):
-            values = getattr(self, name)
-            if not values or not all(values):
+            given = getattr(self, name)
+            for path in given if isinstance(given, tuple) else (given,):
+                problem = path_problem(path)
+                if problem:
+                    raise _bad(name, repr(path[:60]), problem)
+        for name in _LISTS:
+            values = [str(value) for value in getattr(self, name)]
+            if (not values and name not in _EMPTY) or not all(values):
                 raise _bad(name, ",".join(values), "Give one or more values with commas between them.")
             twice = sorted({value for value in values if values.count(value) > 1})
             if twice:
@@ -89,15 +93,17 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             most = _MOST.get(name, _MAX_INTEGER)
             if isinstance(value, int) and value > most:
                 raise _bad(name, value, f"Give a whole number of at most {most}.")
-        for name in ("time_scale", "rate"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise _bad(name, value, "Give a number above 0.")
+        for name, numbers in (("time_scale", (self.time_scale,)), ("rate", self.rate)):
+            for number in numbers:
+                if not (math.isfinite(number) and number > 0):
+                    raise _bad(name, number, "Give a number above 0.")
         if not 0 < self.frequency_decay <= 1:
             raise _bad("frequency_decay", self.frequency_decay, "Give a number above 0 and at most 1.")
-        if self.rate is not None and self.time_scale != 1:
-            raise _bad("rate", self.rate, "It excludes --time-scale: give one of them.")
-        if self.offline and (self.rate is not None or self.time_scale != 1):
+        if self.rate and self.time_scale != 1:
+            raise _bad("rate", ",".join(map(str, self.rate)), "It excludes --time-scale: give one of them.")
+        if self.slo is not None:
+            parse_slo(self.slo)
+        if self.offline and (self.rate or self.time_scale != 1):
             raise SettingError(
                 "--offline serves one prompt after another, so --rate and --time-scale mean nothing there. "
                 "Leave them out."
@@ -147,7 +153,8 @@ _ASSUMABLE = (
     "preempt_scope",
 )
 _FIELDS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(RunSettings)}
-_LISTS = ("policy", "expert_cache", "set")
+_LISTS = ("policy", "expert_cache", "hardware", "rate", "set")
+_EMPTY = ("rate", "set")  # lists that need no entry
 _FILES = ("trace", "model", "hardware", "routing")  # names, or paths of files
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
@@ -268,8 +275,11 @@ def _convert(name: str, value: object, where: str) -> Any:
         value = str(value)
     if name in _CHOICES and isinstance(value, str):
         return value  # the settings check it, and know the nearest choice
+    given = value
     if name in _LISTS and isinstance(value, str):
         value = [part.strip() for part in value.split(",")]
+    if name == "rate" and isinstance(value, int | float):
+        value = [value]
     if name in ("num_requests", "decisions") and isinstance(value, str):
         text = "0" if name == "decisions" and value == "none" else value
         value = int(text) if text.isascii() and text.isdecimal() and len(text) < 30 else text
@@ -277,10 +287,12 @@ def _convert(name: str, value: object, where: str) -> Any:
         # A flag's value is a text; in TOML a number must be one.
         return msgspec.convert(value, _FIELDS[name], strict=bool(where))
     except msgspec.ValidationError as error:
-        raise SettingError(f"{flag(name)}{where} is {repr(value)[:60]}. Give {_wanted(name)}.") from error
+        raise SettingError(f"{flag(name)}{where} is {repr(given)[:60]}. Give {_wanted(name)}.") from error
 
 
 def _wanted(name: str) -> str:
+    if name == "rate":
+        return "a number or a list of numbers"
     if name in (*_LISTS, "assumed"):
         return "a text or a list of texts"
     if name == "num_requests":

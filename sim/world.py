@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Protocol
 
 import simpy
 
@@ -38,6 +39,14 @@ if TYPE_CHECKING:
 _PROGRESS_EVERY = 64  # iterations
 
 
+class Requests(Protocol):
+    """Requests in order of arrival, read again from the beginning by every iteration over them."""
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+    def __len__(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class CellInputs:
     """Everything one cell of the grid is made of. `training` fills the store of an offline run."""
@@ -47,8 +56,8 @@ class CellInputs:
     profile: HardwareProfile
     system: System
     expert_cache_bytes: int
-    requests: Sequence[Request]
-    training: Sequence[Request]
+    requests: Requests
+    training: Requests
     routing: RoutingSource
     settings: RunSettings
 
@@ -68,7 +77,8 @@ class CellOutcome:
     """What happened in one cell. `per_layer`: int64[2, L] (prefill, decode) of activated, hits and late.
 
     The logs and decisions hold the whole run; counters, layers and busy times the last `counted_s` seconds,
-    from the admission of the first request that is no warm-up.
+    from the admission of the first request that is no warm-up. `decisions` is None where none were kept or
+    they were given to `on_decisions`.
     """
 
     requests: RequestLog
@@ -131,15 +141,29 @@ def cell_options(inputs: CellInputs, plan: MemoryPlan) -> Options:
     )
 
 
-def run_cell(inputs: CellInputs, on_progress: Callable[[Progress], None]) -> CellOutcome:
-    """Serve the requests in simulated time. Deterministic: same inputs, same outcome."""
-    return _World(inputs, on_progress).run()
+def run_cell(
+    inputs: CellInputs,
+    on_progress: Callable[[Progress], None],
+    on_decisions: Callable[[pa.Table], None] | None = None,
+) -> CellOutcome:
+    """Serve the requests in simulated time. Deterministic: same inputs, same outcome.
+
+    `on_decisions` is given the decision log once, as soon as its last iteration is over; without it, the log
+    is in the outcome.
+    """
+    return _World(inputs, on_progress, on_decisions).run()
 
 
 class _World:
-    def __init__(self, inputs: CellInputs, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(
+        self,
+        inputs: CellInputs,
+        on_progress: Callable[[Progress], None],
+        on_decisions: Callable[[pa.Table], None] | None,
+    ) -> None:
         self._inputs = inputs
         self._on_progress = on_progress
+        self._on_decisions = on_decisions
         self._plan = plan_cell(inputs)
         settings, model = inputs.settings, inputs.model
         self._options = cell_options(inputs, self._plan)
@@ -167,7 +191,7 @@ class _World:
         batch = 1 if settings.offline else settings.max_num_seqs
         self._scheduler = Scheduler(batch, settings.token_budget, self._plan.max_kv_tokens)
         self._request_log = RequestLog()
-        self._not_counted = {request.index for request in list(inputs.requests)[: settings.warmup]}
+        self._not_counted = {request.index for request in islice(inputs.requests, settings.warmup)}
         self._admitted_s: dict[int, float] = {}
         self._first_token_s: dict[int, float] = {}
         self._still_to_come = len(inputs.requests)
@@ -180,6 +204,8 @@ class _World:
         env, core = self._env, self._core
         env.process(self._arrivals())
         env.run(until=env.process(self._serve()))
+        if self._on_decisions is not None:
+            self._hand_over()
         now, before = self._reading(), self._before
         counters = {name: value - before.counters[name] for name, value in now.counters.items()}
         counters["wasted_bytes"] += now.counters["unused_bytes"]  # left unused
@@ -208,7 +234,7 @@ class _World:
         counters = self._core.counters()
         counters["bytes_moved"] = sum(link.bytes_moved for link in engine.links)
         busy_s = {
-            "link": sum(link.busy_s for link in engine.links),
+            "link": engine.link_busy_until(self._env.now),
             "compute": engine.compute_s,
             "search": engine.worker.busy_s,
         }
@@ -282,8 +308,17 @@ class _World:
             for state in scheduler.finish_step(step):
                 self._finish(state)
             iterations += 1
-            if iterations % _PROGRESS_EVERY == 0:
+            if iterations == self._log_iterations + 1:  # the log ended when this iteration began
+                self._hand_over()
+            if iterations == 1 or iterations % _PROGRESS_EVERY == 0:
                 self._report(iterations)
+
+    def _hand_over(self) -> None:
+        """Give away the decision log, once."""
+        on_decisions, self._on_decisions = self._on_decisions, None
+        if on_decisions is not None and self._log_iterations:
+            self._log_iterations = 0
+            on_decisions(decision_table(self._core.take_log(), self._options))
 
     def _report(self, iterations: int) -> None:
         self._on_progress(

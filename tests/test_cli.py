@@ -151,6 +151,24 @@ def test_json_is_all_there_is_on_stdout(trace: Path) -> None:
     assert stored == payload
 
 
+def test_a_sweep_prints_slo_and_saturation_in_160_columns(trace: Path) -> None:
+    grid = ("--rate", "0.1,50", "--hardware", "rtx3090,rtx3090x6", "--policy", "lru,no-offload")
+    slo = ("--slo", "ttft_p90<500ms,tpot_p99<50ms", "--max-num-seqs", "1", "--expert-cache", "0.5")
+    done = run(*small(trace, *grid, *slo), cwd=trace.parent)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    told = ("trace ", "routing ", "machine ", "ASSUMED ", "evidence ", "DOES NOT FIT")
+    assert max(len(line) for line in lines if not line.startswith(told)) <= 160
+    assert "at 0.1, 50 requests/s" in lines[0]
+    rows = [line.split() for line in lines]
+    assert ["no-offload", "all", "rtx3090x6", "50/s"] in [row[:4] for row in rows]
+    slow = next(row for row in rows if row[:4] == ["lru", "0.5", "rtx3090x6", "0.1/s"] and row[-1] == "met")
+    assert slow[-3] == "100.0%"
+    assert any(row[:4] == ["lru", "0.5", "rtx3090x6", "50/s"] and row[-1] == "missed" for row in rows)
+    assert ["lru", "0.5", "0.1/s", "0.1/s", "0.1,", "50"] in rows
+    assert lines[-1] == "results   finemoe-results/0001"
+
+
 def test_quiet_prints_nothing(trace: Path) -> None:
     done = run(*small(trace, "--quiet"), cwd=trace.parent)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -187,15 +205,26 @@ def test_a_dry_run_shows_the_plan_and_runs_nothing(trace: Path) -> None:
     assert plan[0]["memory"]["slots"] == 192
 
 
-def test_a_resolved_config_reruns_to_the_same_bytes(trace: Path) -> None:
-    grid = ("--policy", "lru,finemoe", "--seed", "3", "--output", "one", "--quiet")
+@pytest.mark.parametrize(
+    ("more", "folder"),
+    [
+        ((), "lru-24GB"),
+        (
+            ("--hardware", "rtx3090x6,a100-80gb", "--rate", "0.5,20", "--slo", "ttft_p90<2s, tpot_p90<200ms"),
+            "lru-24GB-a100-80gb-20rps",
+        ),
+    ],
+)
+def test_a_resolved_config_reruns_to_the_same_bytes(trace: Path, more: tuple[str, ...], folder: str) -> None:
+    grid = ("--policy", "lru,finemoe", "--seed", "3", "--output", "one", "--quiet", *more)
     assert run(*small(trace, *grid), cwd=trace.parent).returncode == 0
     again = run("--config", "one/config.resolved.toml", "--output", "two", "--quiet", cwd=trace.parent)
     assert again.returncode == 0, again.stderr
     one, two = trace.parent / "one", trace.parent / "two"
     names = sorted(str(path.relative_to(one)) for path in one.rglob("*") if path.is_file())
     assert names == sorted(str(path.relative_to(two)) for path in two.rglob("*") if path.is_file())
-    assert "lru-24GB/decisions.parquet" in names
+    assert f"{folder}/decisions.parquet" in names
+    assert f"{folder}/timeseries.parquet" in names
     differing = [name for name in names if (one / name).read_bytes() != (two / name).read_bytes()]
     assert differing == ["wall.json"]
 

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
+from finemoe.serving.cells import CellKey
 from finemoe.serving.logs import IterationLog, RequestLog
 from finemoe.serving.metrics import CellSummary, Distribution, distribution, load, summarize
 from hypothesis import given
@@ -26,8 +27,7 @@ PER_LAYER = {"activated": np.array([[8, 8], [0, 8]]), "hits": np.array([[2, 6], 
 
 def summary(requests: RequestLog, iterations: IterationLog, **changes: Any) -> CellSummary:
     arguments: dict[str, Any] = {
-        "policy": "lru",
-        "expert_cache": "24GB",
+        "key": CellKey("lru", "24GB", "rtx3090", None),
         "expert_cache_bytes": 24 * 10**9,
         "requests": requests,
         "iterations": iterations,
@@ -51,10 +51,10 @@ def two_requests() -> tuple[RequestLog, IterationLog]:
     requests, iterations = RequestLog(), IterationLog()
     requests.append(1, 2.0, 3.0, 4.0, 4.0, 50, 1, True)
     requests.append(0, 0.0, 0.0, 2.0, 6.0, 100, 3, True)
-    iterations.append(0.0, 2.0, "prefill", 1, 100, 8, 2, 1, 5, 50, 1.0, 0.0, 0.5)
-    iterations.append(2.0, 3.0, "decode", 1, 1, 4, 2, 1, 1, 10, 0.4, 0.1, 0.5)
-    iterations.append(3.0, 4.0, "prefill", 1, 50, 8, 6, 0, 2, 20, 0.4, 0.0, 0.5)
-    iterations.append(4.0, 6.0, "decode", 1, 1, 4, 3, 0, 1, 10, 0.2, 0.3, 0.5)
+    iterations.append(0.0, 2.0, "prefill", 1, 100, 8, 2, 1, 5, 50, 1.0, 0.0, 0.5, 0.0, 0.0)
+    iterations.append(2.0, 3.0, "decode", 1, 1, 4, 2, 1, 1, 10, 0.4, 0.1, 0.5, 0.0, 0.0)
+    iterations.append(3.0, 4.0, "prefill", 1, 50, 8, 6, 0, 2, 20, 0.4, 0.0, 0.5, 0.0, 0.0)
+    iterations.append(4.0, 6.0, "decode", 1, 1, 4, 3, 0, 1, 10, 0.2, 0.3, 0.5, 0.0, 0.0)
     return requests, iterations
 
 
@@ -88,10 +88,10 @@ def test_a_warm_up_is_left_out_of_every_rate() -> None:
     requests, iterations = RequestLog(), IterationLog()
     requests.append(0, 0.0, 0.0, 2.0, 3.0, 10, 2, False)
     requests.append(1, 3.0, 3.0, 4.0, 5.0, 10, 2, True)
-    iterations.append(0.0, 2.0, "prefill", 1, 10, 10, 0, 0, 10, 1000, 2.0, 0.0, 0.0)
-    iterations.append(2.0, 3.0, "decode", 1, 1, 10, 0, 0, 10, 1000, 1.0, 0.0, 0.0)
-    iterations.append(3.0, 4.0, "prefill", 1, 10, 10, 10, 0, 0, 0, 0.0, 0.0, 1.0)
-    iterations.append(4.0, 5.0, "decode", 1, 1, 10, 5, 0, 5, 5, 0.5, 0.0, 0.5)
+    iterations.append(0.0, 2.0, "prefill", 1, 10, 10, 0, 0, 10, 1000, 2.0, 0.0, 0.0, 0.0, 0.0)
+    iterations.append(2.0, 3.0, "decode", 1, 1, 10, 0, 0, 10, 1000, 1.0, 0.0, 0.0, 0.0, 0.0)
+    iterations.append(3.0, 4.0, "prefill", 1, 10, 10, 10, 0, 0, 0, 0.0, 0.0, 1.0, 0.0, 0.0)
+    iterations.append(4.0, 5.0, "decode", 1, 1, 10, 5, 0, 5, 5, 0.5, 0.0, 0.5, 0.0, 0.0)
     result = summary(requests, iterations)
     assert (result.requests, result.iterations, result.hit_rate, result.demand_bytes) == (1, 2, 0.75, 5)
     assert (result.ttft_s.mean, result.tpot_s.mean, result.stall_share) == (1.0, 1.0, 0.25)
@@ -133,8 +133,8 @@ def test_overload_is_said_with_its_factor() -> None:
     assert result.offered_requests_per_s == 1.0
     assert result.served_requests_per_s == pytest.approx(1 / 3)
     assert result.waiting_at_last_arrival == 26  # request k starts at 3k s: those from 14 on after 39 s
-    assert result.overload_factor == pytest.approx(120 / 39)
-    assert summary(queued(3.0, 40), IterationLog()).status == "OVERLOADED 3.08x"
+    assert result.overload_factor == pytest.approx(3.0)  # 1/s against 1/3 per second
+    assert summary(queued(3.0, 40), IterationLog()).status == "OVERLOADED 3x"
 
 
 @pytest.mark.parametrize(("seconds", "count"), [(0.9, 40), (30.0, 3)])
@@ -161,7 +161,21 @@ def test_a_log_keeps_order_and_types_over_many_rows() -> None:
     log = IterationLog()
     for index in range(20_000):  # more than two blocks
         log.append(
-            index, index + 1, "decode" if index % 2 else "prefill", 1, 2, 3, 4, 5, 6, 2**40, 0.5, 0.25, 0.125
+            index,
+            index + 1,
+            "decode" if index % 2 else "prefill",
+            1,
+            2,
+            3,
+            4,
+            5,
+            6,
+            2**40,
+            0.5,
+            0.25,
+            0.125,
+            0.0,
+            0.0,
         )
     assert len(log) == 20_000
     assert log.column("start_s").tolist() == list(range(20_000))

@@ -196,7 +196,7 @@ def test_a_run_says_what_was_changed(tmp_path_factory: pytest.TempPathFactory) -
         host_memory="64GB",
     )
     evidence = results.evidence
-    assert "link_bandwidth" in evidence["hardware"]["ASSUMED"]
+    assert "link_bandwidth" in evidence["hardware"]["rtx3090x6"]["ASSUMED"]
     sources = evidence["hardware_sources"]["rtx3090x6"]
     assert sources["link_bandwidth"] == "55 GB/s ASSUMED: --set"
     assert sources["host_memory_bytes"] == "64 GB ASSUMED: --host-memory"

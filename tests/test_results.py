@@ -13,9 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from finemoe.errors import SettingError
+from finemoe.serving.cells import cell_name
 from finemoe.serving.logs import IterationLog, RequestLog
 from finemoe.serving.metrics import CellSummary
-from finemoe.serving.results import Results, ResultsWriter, cell_name, check_output
+from finemoe.serving.output_folder import check_output
+from finemoe.serving.results import Results, ResultsWriter
+from finemoe.serving.timeseries import time_series
 
 EVIDENCE = {"figures": "SIMULATED", "trace": "SYNTHETIC"}
 CELLS = (("lru", "24GB"), ("lfu", "0.25"))
@@ -40,8 +43,16 @@ def logs() -> tuple[RequestLog, IterationLog]:
     requests, iterations = RequestLog(), IterationLog()
     requests.append(1, 2.0, 3.0, 4.0, 4.0, 50, 1, True)
     requests.append(0, 0.0, 0.0, 2.0, 6.0, 100, 3, True)
-    iterations.append(0.0, 2.0, "prefill", 1, 100, 8, 2, 1, 5, 50, 1.0, 0.0, 0.5)
+    iterations.append(0.0, 2.0, "prefill", 1, 100, 8, 2, 1, 5, 50, 1.0, 0.0, 0.5, 0.0, 1.5)
     return requests, iterations
+
+
+def write_cell(writer: ResultsWriter, name: str, decisions: pa.Table | None = None) -> None:
+    requests, iterations = logs()
+    series = time_series(requests, iterations, simulated_s=6.0, devices=1, hit_rate_defined=True)
+    if decisions is not None:
+        writer.write_decisions(name, decisions)
+    writer.write_cell(name, requests, iterations, series)
 
 
 def write(directory: Path, statuses: tuple[str, ...] = ("OK",), wall_s: float = 1.0) -> ResultsWriter:
@@ -51,7 +62,7 @@ def write(directory: Path, statuses: tuple[str, ...] = ("OK",), wall_s: float = 
     decisions = pa.table({"event": [1, 2]}).replace_schema_metadata({"core": "x"})
     for name, status in zip(names, statuses, strict=True):
         if status == "OK":
-            writer.write_cell(name, *logs(), decisions)
+            write_cell(writer, name, decisions)
     writer.write_summary(results(statuses, wall_s), "seed = 0\n")
     return writer
 
@@ -63,7 +74,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 def test_one_cell_stands_in_the_directory_itself(tmp_path: Path) -> None:
     directory = write(tmp_path / "out").commit()
-    tables = {"requests.parquet", "iterations.parquet", "decisions.parquet"}
+    tables = {"requests.parquet", "iterations.parquet", "timeseries.parquet", "decisions.parquet"}
     assert set(files(directory)) == tables | {"summary.json", "config.resolved.toml", "wall.json"}
     requests = pq.read_table(directory / "requests.parquet")
     assert requests.column("request").to_pylist() == [0, 1]  # in order of the trace, not of finishing
@@ -264,7 +275,7 @@ def test_a_vanished_folder_is_one_error_and_the_other_run_s_is_left(tmp_path: Pa
     second = write(tmp_path / "out", ("OK", "OK"))
     before = files(tmp_path)
     for action in (
-        lambda: first.write_cell("lfu-0.25", *logs(), None),
+        lambda: write_cell(first, "lfu-0.25"),
         lambda: first.write_summary(results(("OK",)), ""),
         first.commit,
     ):
@@ -274,7 +285,7 @@ def test_a_vanished_folder_is_one_error_and_the_other_run_s_is_left(tmp_path: Pa
     assert files(tmp_path) == before
     second.commit()
     with pytest.raises(SettingError, match="taken over"):
-        first.write_cell("lfu-0.25", *logs(), None)
+        write_cell(first, "lfu-0.25")
 
 
 def test_what_the_system_refuses_to_write_is_one_error(tmp_path: Path) -> None:
@@ -284,12 +295,12 @@ import resource, signal, sys
 sys.path[:0] = {sys.path!r}
 from pathlib import Path
 from finemoe.errors import SettingError
-from test_results import EVIDENCE, ResultsWriter, logs
+from test_results import EVIDENCE, ResultsWriter, write_cell
 writer = ResultsWriter.replacing(Path({str(tmp_path / "out")!r}), ("lru-24GB",), EVIDENCE)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 try:
-    writer.write_cell("lru-24GB", *logs(), None)
+    write_cell(writer, "lru-24GB")
 except SettingError as error:
     writer.discard()
     print(error)

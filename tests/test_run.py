@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,8 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from finemoe import simulate
 from finemoe.errors import CapacityError, SettingError
-from finemoe.policy.systems import find_system
-from finemoe.sim.plan import Cell, Plan, _cells, make_plan
+from finemoe.sim.plan import Cell, Plan, _named, make_plan
 from finemoe.sim.run import Interrupted, OnProgress
 from finemoe.sim.settings import resolve
 from finemoe.sim.world import Progress
@@ -54,9 +54,15 @@ def test_a_preloaded_system_runs_once(trace: Path) -> None:
 def test_two_cells_never_share_a_folder(trace: Path) -> None:
     made = plan(trace, expert_cache=["24 GB", "24GB"])
     assert [cell.name for cell in made.cells] == ["finemoe-24_GB", "finemoe-24GB"]
-    same = {"24 GB": 24 * 10**9, "24_GB": 24 * 10**9}  # should sizes ever be written so
-    with pytest.raises(SettingError, match=r"'24 GB' and '24_GB' would both be kept in the folder lru-24_GB"):
-        _cells([find_system("lru")], same, made.model, made.profile, made.settings, 1, {"lru": ""})
+    # should sizes ever be written so
+    same = [
+        replace(cell, expert_cache=text) for cell, text in zip(made.cells, ("24 GB", "24_GB"), strict=True)
+    ]
+    with pytest.raises(
+        SettingError,
+        match="'finemoe 24 GB' and 'finemoe 24_GB' would both be kept in the folder finemoe-24_GB",
+    ):
+        _named(same)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +80,7 @@ def test_two_cells_never_share_a_folder(trace: Path) -> None:
 def test_arrivals_beyond_the_clock_are_refused(trace: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         plan(trace, **options)
-    assert plan(trace, time_scale=1e8).requests[-1].arrival_s == 9.5e8
+    assert [*plan(trace, time_scale=1e8).requests][-1].arrival_s == 9.5e8
 
 
 def test_an_output_that_is_no_path_is_refused(trace: Path) -> None:

@@ -16,7 +16,11 @@ from hypothesis import strategies as st
 def test_the_defaults_of_the_bare_command_are_assumed() -> None:
     settings = resolve({"trace": Path("azure.parquet"), "seed": None})
     assert settings.trace == "azure.parquet"
-    assert (settings.model, settings.hardware, settings.policy) == ("mixtral-8x7b", "rtx3090x6", ("finemoe",))
+    assert (settings.model, settings.hardware, settings.policy) == (
+        "mixtral-8x7b",
+        ("rtx3090x6",),
+        ("finemoe",),
+    )
     assert (settings.expert_cache, settings.num_requests, settings.routing) == (("24GB",), 256, "synthetic")
     assert (settings.max_num_seqs, settings.seed, settings.backend) == (8, 0, "sim")
     assert {"model", "hardware", "policy", "expert_cache", "num_requests", "routing"} < set(settings.assumed)
@@ -53,6 +57,13 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
         ({"seed": -1}, r"--seed is -1"),
         ({"warmup": -1}, r"--warmup is -1"),
         ({"prefetch_distance": 0}, r"--prefetch-distance is 0"),
+        ({"rate": "1,,2"}, r"--rate is '1,,2'\. Give a number or a list of numbers"),
+        ({"rate": "1,2,1.0"}, r"--rate is 1\.0,2\.0,1\.0\. 1\.0 stands there twice"),
+        ({"rate": "1,-2"}, r"--rate is -2\.0\. Give a number above 0"),
+        ({"hardware": "h100,h100"}, r"--hardware is h100,h100\. h100 stands there twice"),
+        ({"hardware": "h100,"}, r"--hardware is ''\. Give a name or a path"),
+        ({"hardware": []}, r"--hardware is \. Give one or more"),
+        ({"slo": "ttft<2s"}, r"--slo 'ttft<2s', character 5: a statistic is missing"),
         ({"rate": 0.0}, r"--rate is 0\.0\. Give a number above 0"),
         ({"rate": float("nan")}, r"--rate is nan"),
         ({"time_scale": float("inf")}, r"--time-scale is inf"),
@@ -93,6 +104,9 @@ def test_bad_values_name_option_value_and_remedy(options: dict[str, object], mes
     ("text", "message"),
     [
         ("polcy = 'lru'", r"polcy in .*run\.toml is not a setting\. Did you mean policy\?"),
+        ("rate = '1,2'", r"--rate in .*run\.toml is '1,2'\. Give a number or a list of numbers"),
+        ("rate = true", r"--rate in .*run\.toml is True\. Give a number or a list of numbers"),
+        ("rates = 1", r"rates in .*run\.toml is not a setting\. Did you mean rate\?"),
         ("seed = '1'", r"--seed in .*run\.toml is '1'\. Give a whole number"),
         ("frequency = 1", r"--frequency in .*run\.toml is 1\. Give run or residency"),
         ("offline = 1", r"--offline in .*run\.toml is 1\. Give true or false"),
@@ -131,7 +145,18 @@ def test_a_missing_or_binary_file_is_named(tmp_path: Path) -> None:
 
 def test_flags_are_texts() -> None:
     settings = resolve({"trace": "a", "seed": "7", "rate": "2.5", "prompt_tokens": "10"})
-    assert (settings.seed, settings.rate, settings.prompt_tokens) == (7, 2.5, 10)
+    assert (settings.seed, settings.rate, settings.prompt_tokens) == (7, (2.5,), 10)
+
+
+def test_lists_of_machines_and_rates(tmp_path: Path) -> None:
+    settings = resolve({"trace": "a", "hardware": "h100, a100-80gb", "rate": "0.5, 1,2"})
+    assert (settings.hardware, settings.rate) == (("h100", "a100-80gb"), (0.5, 1.0, 2.0))
+    config = tmp_path / "run.toml"
+    config.write_text('hardware = ["h100", "my, box.toml"]\nrate = [1, 2.5]\nslo = "ttft_p90 < 2s"\n')
+    settings = resolve({"trace": "a"}, config)
+    assert (settings.hardware, settings.rate) == (("h100", "my, box.toml"), (1.0, 2.5))
+    assert settings.slo == "ttft_p90 < 2s"
+    assert resolve({"trace": "a"}).rate == ()
 
 
 def test_none_and_all_decisions() -> None:
@@ -181,7 +206,7 @@ def test_resolved_settings_come_back_from_their_toml(
 def test_a_float_written_without_a_point_is_a_number(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text("rate = 3\n")
-    assert resolve({"trace": "a"}, config).rate == 3.0
+    assert resolve({"trace": "a"}, config).rate == (3.0,)
 
 
 def test_settings_cannot_be_changed() -> None:
