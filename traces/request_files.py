@@ -1,4 +1,4 @@
-"""Read the cells of a request trace, in batches, from CSV, JSON lines or Parquet, plain or gzipped.
+"""Read the cells of a request trace, in batches, from CSV, JSON or Parquet, plain or gzipped.
 
 The container is told by its first bytes, never by its name. Cells stay as they are in the file (text as
 bytes), so that a refused value can be shown as written; `request_cells` converts them.
@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,24 +23,38 @@ import pyarrow.parquet as pq
 
 from ..errors import TraceError
 from .files import unreadable_kind
+from .request_json import BLOCK_BYTES, BOM, Record, json_array, json_lines
 
 EVIDENCE_KEY = b"finemoe.evidence"
 SYNTHETIC = "SYNTHETIC"
+FORMAT_KEY = b"finemoe.format"
+ARRIVALS_KEY = b"finemoe.arrivals"
+NO_ARRIVALS = b"none"
+LENGTHS_KEY = b"finemoe.lengths"
+ASSUMED = b"ASSUMED"
 
-_GZIP, _PARQUET, _BOM = b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf"
-_BLOCK_BYTES = 1 << 20
+_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_BATCH_BYTES = 8 << 20  # of text cells: prompts are long
 
 Batches = Iterator[list[pa.Array]]
-_SUPPORTED = "Give a CSV, JSON-lines or Parquet file (CSV and JSON lines may be gzipped)."
+_SUPPORTED = "Give a CSV, JSON or Parquet file (CSV and JSON may be gzipped)."
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the beginning of a file says: its container, its columns, and whether it is labelled SYNTHETIC."""
+    """What the beginning of a file says: its container and columns, and its labels.
 
-    container: Literal["csv", "jsonl", "parquet"]
+    `container`: "json" is one array, "jsonl" one object a line. `synthetic`: labelled SYNTHETIC. Only a
+    converted trace has the others: `source` is the format it came from, `untimed` says that that had no
+    arrival times, `estimated` that its lengths are ASSUMED.
+    """
+
+    container: Literal["csv", "json", "jsonl", "parquet"]
     columns: tuple[str, ...]
-    synthetic: bool
+    synthetic: bool = False
+    source: str = ""
+    untimed: bool = False
+    estimated: bool = False
 
 
 def inspect(path: Path) -> Layout:
@@ -53,7 +66,7 @@ def inspect(path: Path) -> Layout:
         if file.read(len(_PARQUET)) == _PARQUET:
             return _inspect_parquet(path)
     with _readable(path), _open_text(path) as text:
-        first = text.peek(1)[:_BLOCK_BYTES]
+        first = text.peek(1)[:BLOCK_BYTES]
         if not first:
             raise TraceError(path, "the file is empty.", remedy=_SUPPORTED)
         if first.startswith(_PARQUET):
@@ -61,20 +74,29 @@ def inspect(path: Path) -> Layout:
                 path, "a Parquet file inside gzip.", place="byte 0", remedy="Unpack it with gunzip."
             )
         _refuse_binary(path, first)
-        if first.removeprefix(_BOM).lstrip()[:1] in (b"{", b"["):
-            return Layout("jsonl", _json_columns(path, text), synthetic=False)
+        opening = first.removeprefix(BOM).lstrip()[:1]
+        if opening == b"{":
+            return Layout("jsonl", _json_columns(json_lines(path, text)))
+        if opening == b"[":
+            return Layout("json", _json_columns(json_array(path, text)))
         columns, synthetic = _csv_header(path, text)
         return Layout("csv", columns, synthetic)
 
 
-def read_cells(path: Path, layout: Layout, names: Sequence[str], rows: int) -> Batches:
+def read_cells(path: Path, layout: Layout, names: Sequence[str], rows: int, optional: str = "") -> Batches:
     """Batches of at most `rows` rows: for each of `names` one array, all of the same length.
 
-    Raises TraceError for damaged files, rows of the wrong width and lines that are not JSON objects.
+    Cells of text are bytes, and so are those of JSON that are neither text nor null: they stay JSON. A JSON
+    record may lack the column `optional`, one of `names`, which holds text only.
+    Raises TraceError for damaged files, rows of the wrong width and records that are not JSON objects.
     """
-    read = {"csv": _read_csv, "jsonl": _read_json, "parquet": _read_parquet}[layout.container]
     with _readable(path):
-        yield from read(path, layout.columns, names, rows)
+        if layout.container == "csv":
+            yield from _read_csv(path, layout.columns, names, rows)
+        elif layout.container == "parquet":
+            yield from _read_parquet(path, names, rows)
+        else:
+            yield from _read_json(path, layout.container, names, rows, optional)
 
 
 @contextmanager
@@ -94,14 +116,14 @@ def _readable(path: Path) -> Iterator[None]:
         raise TraceError(path, problem, remedy="Check that the file is whole and readable.") from error
 
 
-# --- text: CSV and JSON lines ------------------------------------------------------------------------------
+# --- text: CSV and JSON ------------------------------------------------------------------------------
 
 
 def _open_text(path: Path) -> io.BufferedReader:
     raw = path.open("rb")
     if raw.peek(2)[:2] != _GZIP:
         return raw
-    return io.BufferedReader(_OwningGzip(raw), _BLOCK_BYTES)
+    return io.BufferedReader(_OwningGzip(raw), BLOCK_BYTES)
 
 
 class _OwningGzip(gzip.GzipFile):
@@ -132,8 +154,8 @@ def _csv_header(path: Path, text: io.BufferedReader) -> tuple[tuple[str, ...], b
     """Consume the comment lines and the header line."""
     synthetic = False
     while True:
-        line = text.readline(_BLOCK_BYTES)
-        plain = line.removeprefix(_BOM).decode("utf-8", "backslashreplace").strip()
+        line = text.readline(BLOCK_BYTES)
+        plain = line.removeprefix(BOM).decode("utf-8", "backslashreplace").strip()
         if not line:
             raise TraceError(path, "the file has no header line.", remedy=_SUPPORTED)
         if plain.startswith("#"):
@@ -160,7 +182,7 @@ def _read_csv(path: Path, columns: Sequence[str], names: Sequence[str], rows: in
                 text,
                 # One thread: only then does Arrow number the rows it cannot split.
                 read_options=pacsv.ReadOptions(
-                    column_names=labels, use_threads=False, block_size=_BLOCK_BYTES
+                    column_names=labels, use_threads=False, block_size=BLOCK_BYTES
                 ),
                 parse_options=pacsv.ParseOptions(invalid_row_handler=remember),
                 convert_options=pacsv.ConvertOptions(
@@ -182,50 +204,38 @@ def _read_csv(path: Path, columns: Sequence[str], names: Sequence[str], rows: in
             ) from None
 
 
-def _json_columns(path: Path, text: io.BufferedReader) -> tuple[str, ...]:
-    for record in _json_records(path, text):
+def _json_columns(records: Iterator[Record]) -> tuple[str, ...]:
+    for record in records:
         return tuple(record)
     return ()
 
 
-def _json_records(path: Path, text: io.BufferedReader) -> Iterator[dict[str, msgspec.Raw]]:
-    decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-    row = 0
-    for number, line in enumerate(text):
-        plain = (line.removeprefix(_BOM) if number == 0 else line).strip()
-        if not plain:
-            continue
-        row += 1
-        try:
-            yield decoder.decode(plain)
-        except msgspec.MsgspecError as error:
-            kind = "not a JSON object" if isinstance(error, msgspec.ValidationError) else "not valid JSON"
-            raise TraceError(
-                path,
-                f"{kind} ({plain[:60].decode('utf-8', 'backslashreplace')!r}: {error}).",
-                place=f"row {row}",
-                remedy="Write one JSON object per line.",
-            ) from None
-
-
-def _read_json(path: Path, columns: Sequence[str], names: Sequence[str], rows: int) -> Batches:
+def _read_json(path: Path, container: str, names: Sequence[str], rows: int, optional: str) -> Batches:
     with _open_text(path) as text:
-        records = _json_records(path, text)
-        row = 0
-        while chunk := list(islice(records, rows)):
-            cells: list[list[bytes | None]] = [[] for _ in names]
-            for record in chunk:
-                row += 1
-                for name, column in zip(names, cells, strict=True):
-                    if name not in record:
-                        raise TraceError(
-                            path,
-                            f"missing column {name} (found: {', '.join(list(record)[:12]) or 'none'}).",
-                            place=f"row {row}",
-                            remedy="Every line needs it.",
-                        )
-                    column.append(_json_cell(bytes(record[name])))
-            yield [pa.array(column, pa.binary()) for column in cells]
+        columns: list[list[bytes | None]] = [[] for _ in names]
+        size = 0
+        for row, record in enumerate((json_lines if container == "jsonl" else json_array)(path, text)):
+            for name, cells in zip(names, columns, strict=True):
+                raw = record.get(name)
+                if raw is None and name != optional:
+                    raise TraceError(
+                        path,
+                        f"missing column {name} (found: {', '.join(list(record)[:12]) or 'none'}).",
+                        place=f"row {row + 1}",
+                        remedy="Every record needs it.",
+                    )
+                cell = None if raw is None else _json_cell(bytes(raw))
+                if name == optional and raw is not None and bytes(raw[:1]) not in (b'"', b"n"):
+                    shown = bytes(raw)[:60].decode("utf-8", "backslashreplace")
+                    place = f"row {row + 1}, column {name}"
+                    raise TraceError(path, f"no text ({shown!r}).", place=place, remedy="Write text or null.")
+                cells.append(cell)
+                size += len(cell or b"")
+            if len(columns[0]) == rows or size >= _BATCH_BYTES:
+                yield [pa.array(cells, pa.large_binary()) for cells in columns]
+                columns, size = [[] for _ in names], 0
+        if columns[0]:
+            yield [pa.array(cells, pa.large_binary()) for cells in columns]
 
 
 def _json_cell(raw: bytes) -> bytes | None:
@@ -244,12 +254,20 @@ def _inspect_parquet(path: Path) -> Layout:
     except (pa.ArrowException, OSError) as error:
         problem = f"truncated or damaged Parquet ({str(error).splitlines()[0]})."
         raise TraceError(path, problem, remedy="Write or fetch the file again.") from error
-    evidence = (schema.metadata or {}).get(EVIDENCE_KEY, b"")
-    return Layout("parquet", tuple(schema.names), evidence == SYNTHETIC.encode())
+    labels = schema.metadata or {}
+    return Layout(
+        "parquet",
+        tuple(schema.names),
+        synthetic=labels.get(EVIDENCE_KEY) == SYNTHETIC.encode(),
+        source=labels.get(FORMAT_KEY, b"").decode("utf-8", "replace"),
+        untimed=labels.get(ARRIVALS_KEY) == NO_ARRIVALS,
+        estimated=labels.get(LENGTHS_KEY, b"").startswith(ASSUMED),
+    )
 
 
-def _read_parquet(path: Path, columns: Sequence[str], names: Sequence[str], rows: int) -> Batches:
-    with pq.ParquetFile(path) as file:
+def _read_parquet(path: Path, names: Sequence[str], rows: int) -> Batches:
+    # A buffer: else a column is read whole for each row group, however long its texts are.
+    with pq.ParquetFile(path, buffer_size=BLOCK_BYTES) as file:
         for batch in file.iter_batches(batch_size=rows, columns=list(names)):
             yield [batch.column(name) for name in names]
 
