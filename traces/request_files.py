@@ -211,37 +211,58 @@ def _json_columns(records: Iterator[Record]) -> tuple[str, ...]:
 
 
 def _read_json(path: Path, container: str, names: Sequence[str], rows: int, optional: str) -> Batches:
+    columns: list[list[bytes | None]] = [[] for _ in names]
+    size = 0
     with _open_text(path) as text:
-        columns: list[list[bytes | None]] = [[] for _ in names]
-        size = 0
-        for row, record in enumerate((json_lines if container == "jsonl" else json_array)(path, text)):
-            for name, cells in zip(names, columns, strict=True):
-                raw = record.get(name)
-                if raw is None and name != optional:
-                    raise TraceError(
-                        path,
-                        f"missing column {name} (found: {', '.join(list(record)[:12]) or 'none'}).",
-                        place=f"row {row + 1}",
-                        remedy="Every record needs it.",
-                    )
-                cell = None if raw is None else _json_cell(bytes(raw))
-                if name == optional and raw is not None and bytes(raw[:1]) not in (b'"', b"n"):
-                    shown = bytes(raw)[:60].decode("utf-8", "backslashreplace")
-                    place = f"row {row + 1}, column {name}"
-                    raise TraceError(path, f"no text ({shown!r}).", place=place, remedy="Write text or null.")
-                cells.append(cell)
-                size += len(cell or b"")
-            if len(columns[0]) == rows or size >= _BATCH_BYTES:
+        records = json_lines(path, text) if container == "jsonl" else json_array(path, text)
+        try:
+            for row, record in enumerate(records, 1):
+                # As a list: no column may grow before the whole row is known to be good.
+                for place, cell in enumerate(list(_json_row(path, row, record, names, optional))):
+                    columns[place].append(cell)
+                    size += len(cell or b"")
+                if len(columns[0]) == rows or size >= _BATCH_BYTES:
+                    yield [pa.array(cells, pa.large_binary()) for cells in columns]
+                    columns, size = [[] for _ in names], 0
+        except TraceError:
+            if columns[0]:  # the rows before may have a fault of their own, which comes first
                 yield [pa.array(cells, pa.large_binary()) for cells in columns]
-                columns, size = [[] for _ in names], 0
-        if columns[0]:
-            yield [pa.array(cells, pa.large_binary()) for cells in columns]
+            raise
+    if columns[0]:
+        yield [pa.array(cells, pa.large_binary()) for cells in columns]
 
 
-def _json_cell(raw: bytes) -> bytes | None:
+def _json_row(
+    path: Path, row: int, record: Record, names: Sequence[str], optional: str
+) -> Iterator[bytes | None]:
+    for name in names:
+        raw = bytes(record.get(name, b"null" if name == optional else b""))
+        if not raw:
+            raise TraceError(
+                path,
+                f"missing column {name} (found: {', '.join(list(record)[:12]) or 'none'}).",
+                place=f"row {row}",
+                remedy="Every record needs it.",
+            )
+        try:
+            yield _json_cell(raw, only_text=name == optional)
+        except msgspec.MsgspecError as error:
+            shown = raw[:60].decode("utf-8", "backslashreplace")
+            raise TraceError(
+                path,
+                f"no text ({shown!r}: {error}).",
+                place=f"row {row}, column {name}",
+                remedy="Write a JSON string.",
+            ) from None
+
+
+def _json_cell(raw: bytes, *, only_text: bool) -> bytes | None:
     if raw == b"null":
         return None
-    return msgspec.json.decode(raw, type=str).encode() if raw.startswith(b'"') else raw
+    return _TEXT.decode(raw).encode() if only_text or raw.startswith(b'"') else raw
+
+
+_TEXT = msgspec.json.Decoder(str)
 
 
 # --- Parquet -----------------------------------------------------------------------------------------------
