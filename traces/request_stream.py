@@ -122,7 +122,8 @@ def window(
     stop = math.inf if num_requests is None else start + num_requests
     for batch in trace.batches(prompts=prompts):
         begin, end = max(start - seen, 0), int(min(stop - seen, len(batch)))
-        if end < len(batch) and batch.rows is not None:  # do not count what is left out behind the window
+        if seen + len(batch) >= stop and batch.rows is not None:
+            # What is left out behind the window does not count.
             batch = replace(batch, left_out=int(batch.rows[end - 1]) + 1 - (seen + end) - left_out)
         index = np.arange(seen, seen + len(batch))
         seen += len(batch)
