@@ -180,7 +180,7 @@ def refusal(tmp_path: Path, data: bytes | str) -> str:
 @pytest.mark.parametrize(
     ("record", "parts"),
     [
-        ('{"id": 1}', ["row 2: missing column conversations (found: id).", "Every record needs it."]),
+        ('{"id": 1}', ["row 2: missing column conversations (found: 'id').", "Every record needs it."]),
         (
             '{"conversations": null}',
             ["row 2, column conversations: not a conversation: Expected `array`, got `null` (empty)."],

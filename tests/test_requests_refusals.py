@@ -194,7 +194,7 @@ GOOD_LINE = b'{"timestamp": 0, "input_length": 2, "output_length": 3}\n'
         (
             b'{"timestamp": 1, "input_length": 2}',
             [
-                "row 2: missing column output_length (found: timestamp, input_length).",
+                "row 2: missing column output_length (found: 'timestamp', 'input_length').",
                 "Every record needs it.",
             ],
         ),

@@ -109,11 +109,17 @@ def _readable(path: Path) -> Iterator[None]:
     except IsADirectoryError:
         raise TraceError(path, "this is a directory.", remedy="Name the trace file in it.") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        problem = f"truncated or damaged gzip data ({error})."
+        problem = f"truncated or damaged gzip data ({_said(error)})."
         raise TraceError(path, problem, remedy="Fetch the file again.") from error
     except (OSError, csv.Error, pa.ArrowException) as error:
-        problem = f"cannot be read ({str(error).splitlines()[0]})."
+        problem = f"cannot be read ({_said(error)})."
         raise TraceError(path, problem, remedy="Check that the file is whole and readable.") from error
+
+
+def _said(error: Exception) -> str:
+    """The first line of an error, in characters that print: those of damaged files may not."""
+    line = (str(error) or type(error).__name__).splitlines()[0]
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
 
 
 # --- text: CSV and JSON ------------------------------------------------------------------------------
@@ -238,9 +244,10 @@ def _json_row(
     for name in names:
         raw = bytes(record.get(name, b"null" if name == optional else b""))
         if not raw:
+            found = ", ".join(repr(column[:40]) for column in list(record)[:12])
             raise TraceError(
                 path,
-                f"missing column {name} (found: {', '.join(list(record)[:12]) or 'none'}).",
+                f"missing column {name} (found: {found or 'none'}).",
                 place=f"row {row}",
                 remedy="Every record needs it.",
             )
@@ -273,7 +280,7 @@ def _inspect_parquet(path: Path) -> Layout:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
     except (pa.ArrowException, OSError) as error:
-        problem = f"truncated or damaged Parquet ({str(error).splitlines()[0]})."
+        problem = f"truncated or damaged Parquet ({_said(error)})."
         raise TraceError(path, problem, remedy="Write or fetch the file again.") from error
     labels = schema.metadata or {}
     return Layout(

@@ -26,6 +26,7 @@ Record = dict[str, msgspec.Raw]
 
 _SPACE = b" \t\r\n"
 _MARK = re.compile(rb'["{}\[\]]')
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)  # possessive: no stack, however long
 _NOT_SPACE = re.compile(rb"[^ \t\r\n]")
 
 
@@ -171,10 +172,10 @@ class _Window:
             scan = found.start()
             mark = buffer[scan]
             if mark == 0x22:
-                end = _string_end(buffer, scan + 1)
-                if end < 0:
+                string = _STRING.match(buffer, scan)
+                if string is None:
                     return scan, depth, False
-                scan = end
+                scan = string.end()
                 continue
             scan += 1
             depth += 1 if mark in b"{[" else -1
@@ -197,16 +198,3 @@ class _Window:
             place=f"row {rows + 1}",
             remedy="Fetch the file again.",
         )
-
-
-def _string_end(buffer: bytes, begin: int) -> int:
-    """Behind the quote that closes the string whose content starts at `begin`; -1 where it is not there."""
-    quote = buffer.find(b'"', begin)
-    while quote >= 0:
-        before = quote
-        while before > begin and buffer[before - 1] == 0x5C:
-            before -= 1
-        if (quote - before) % 2 == 0:  # not escaped
-            return quote + 1
-        quote = buffer.find(b'"', quote + 1)
-    return -1
