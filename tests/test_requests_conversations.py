@@ -311,6 +311,20 @@ def test_an_azure_file_may_carry_prompts(tmp_path: Path) -> None:
     assert list(select_requests(copy, num_requests=None, prompts=True)) == wanted
 
 
+def test_prompts_in_csv(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text(
+        'TIMESTAMP,prompt,ContextTokens,GeneratedTokens\n0,"say ""hi"", é",3,4\n1,,5,6\n', "utf-8"
+    )
+    chosen = select_requests(open_requests(path), num_requests=None, prompts=True)
+    assert list(chosen) == [Request(0, 0.0, 3, 4, 'say "hi", é'), Request(1, 1.0, 5, 6, "")]
+    path.write_bytes(
+        b"TIMESTAMP,prompt,ContextTokens,GeneratedTokens\n" + b"0,x,3,4\n" * 2000 + b"1,\xff,5,6\n"
+    )
+    with pytest.raises(TraceError, match="row 2001, column prompt: the text is not UTF-8"):
+        list(open_requests(path).batches(prompts=True))
+
+
 @pytest.mark.parametrize(
     ("prompts", "start"),
     [
