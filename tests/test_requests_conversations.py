@@ -317,7 +317,7 @@ def test_prompts_in_csv(tmp_path: Path) -> None:
         'TIMESTAMP,prompt,ContextTokens,GeneratedTokens\n0,"say ""hi"", é",3,4\n1,,5,6\n', "utf-8"
     )
     chosen = select_requests(open_requests(path), num_requests=None, prompts=True)
-    assert list(chosen) == [Request(0, 0.0, 3, 4, 'say "hi", é'), Request(1, 1.0, 5, 6, "")]
+    assert list(chosen) == [Request(0, 0.0, 3, 4, 'say "hi", é'), Request(1, 1.0, 5, 6)]
     path.write_bytes(
         b"TIMESTAMP,prompt,ContextTokens,GeneratedTokens\n" + b"0,x,3,4\n" * 2000 + b"1,\xff,5,6\n"
     )

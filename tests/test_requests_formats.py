@@ -130,6 +130,13 @@ def test_only_burstgpt_has_rows_without_tokens(
         assert selection.left_out == places[start + count - 1] - (start + count - 1)
 
 
+def test_a_column_without_a_name_is_no_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text(BURST.replace("Model", "") + "5,ChatGPT,472,1,472,x\n")
+    assert not open_requests(path).has_prompts
+    assert convert_requests(path, tmp_path / "copy.parquet").requests == 1
+
+
 def test_row_numbers_are_those_of_the_file(tmp_path: Path) -> None:
     rows = "1,a,0,0,0,x\n2,a,5,0,5,x\n3,a,5,5,10,x\n4,a,5,-1,4,x\n"
     start = "row 4, column Response tokens: a negative token count ('-1'). Write a positive"

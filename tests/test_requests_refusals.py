@@ -164,6 +164,7 @@ def test_the_first_bad_row_is_named_whatever_its_column(tmp_path: Path) -> None:
             HEADER.encode() + b"1,1,1\n2,1\n",
             ["row 2: 2 cells, but 3 columns ('2,1').", "Repair or remove the row."],
         ),
+        (HEADER.encode() + b"1,1,1\n" * 200_000 + b"2,\xff\n", ["row 200001: 2 cells, but 3 columns ('2,"]),
         (HEADER.encode() + b"1,1,1\n\n2,1,3,4\n", ["row 2: 4 cells, but 3 columns ('2,1,3,4')."]),
         (
             bytes(range(128, 256)) * 9,

@@ -73,11 +73,12 @@ def check_constant(cells: pa.Array, value: int, problem: str, remedy: str) -> Fa
 
 
 def read_texts(cells: pa.Array) -> tuple[pa.Array, Fault | None]:
-    """Texts (large_string), null where a cell is null. With a fault, no texts at all."""
+    """Texts (large_string), null where a cell is null or empty. With a fault, no texts at all."""
     cells = _decoded(cells)
     if is_text(cells.type) or pa.types.is_null(cells.type):
         try:
-            return cells.cast(pa.large_string()), None
+            texts = cells.cast(pa.large_string())
+            return pc.if_else(pc.equal(texts, ""), pa.scalar(None, texts.type), texts), None
         except pa.ArrowInvalid:
             bad = next(row for row, cell in enumerate(cells) if not _is_utf8(cell))
             return None, Fault(bad, f"the text is not UTF-8 ({show(cells[bad])}).", "Write it in UTF-8.")

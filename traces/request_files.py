@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -171,12 +172,6 @@ def _csv_header(path: Path, text: io.BufferedReader) -> tuple[tuple[str, ...], b
 
 
 def _read_csv(path: Path, columns: Sequence[str], names: Sequence[str], rows: int) -> Batches:
-    ragged: list[pacsv.InvalidRow] = []
-
-    def remember(row: pacsv.InvalidRow) -> str:
-        ragged.append(row)
-        return "error"
-
     # Names of our own for the columns that are not needed: those of the file may be empty or repeated.
     labels = [name if name in names else f"{place}:{name}" for place, name in enumerate(columns)]
     with _open_text(path) as text:
@@ -190,7 +185,6 @@ def _read_csv(path: Path, columns: Sequence[str], names: Sequence[str], rows: in
                 read_options=pacsv.ReadOptions(
                     column_names=labels, use_threads=False, block_size=BLOCK_BYTES
                 ),
-                parse_options=pacsv.ParseOptions(invalid_row_handler=remember),
                 convert_options=pacsv.ConvertOptions(
                     include_columns=list(names), column_types={name: pa.binary() for name in names}
                 ),
@@ -198,16 +192,21 @@ def _read_csv(path: Path, columns: Sequence[str], names: Sequence[str], rows: in
             with reader:
                 for block in reader:
                     yield from _slices(block, rows)
-        except pa.ArrowInvalid:
-            if not ragged:
+        except pa.ArrowInvalid as error:
+            # Arrow's handler for such rows would complain on stderr where one is not UTF-8.
+            ragged = _RAGGED.search(str(error))
+            if ragged is None:
                 raise
-            row = ragged[0]
+            row, expected, actual, shown = ragged.groups()
             raise TraceError(
                 path,
-                f"{row.actual_columns} cells, but {row.expected_columns} columns ({row.text[:80]!r}).",
-                place=f"row {row.number}",
+                f"{actual} cells, but {expected} columns ({shown[:80]!r}).",
+                place=f"row {row}",
                 remedy="Repair or remove the row.",
             ) from None
+
+
+_RAGGED = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+): (.*)", re.DOTALL)
 
 
 def _json_columns(records: Iterator[Record]) -> tuple[str, ...]:

@@ -98,7 +98,9 @@ class RequestTrace:
     @property
     def has_prompts(self) -> bool:
         """Whether the trace holds the prompts' text."""
-        return isinstance(self.form, ConversationFormat) or self.form.text in self.layout.columns
+        return isinstance(self.form, ConversationFormat) or (
+            self.form.text != "" and self.form.text in self.layout.columns
+        )
 
     def batches(self, rows: int = 8192, *, prompts: bool = False) -> Iterator[RequestBatch]:
         """Read from the beginning, in batches of at most `rows` requests, each validated when it is reached.
