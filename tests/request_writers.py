@@ -133,3 +133,8 @@ def write_parquet(path: Path, form: str, rows: Rows, time_type: str, count_type:
     }[time_type]()
     counts = [pa.array([row[place] for row in rows]).cast(count_type) for place in (1, 2)]
     pq.write_table(pa.table([times, *counts], names=COLUMNS[form]), path, row_group_size=7)
+
+
+def invalid_utf8() -> pa.Array:
+    """Two texts, as a Parquet file may hold them although the second is not UTF-8."""
+    return pa.Array.from_buffers(pa.string(), 2, pa.array([b"1", b"\xff"]).buffers())

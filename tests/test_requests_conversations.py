@@ -15,7 +15,7 @@ from finemoe.traces.request_info import convert_requests, trace_info
 from finemoe.traces.requests import Request, RequestTrace, open_requests, select_requests
 from hypothesis import given
 from hypothesis import strategies as st
-from request_writers import KEYS, Conversation, Look, write_conversations
+from request_writers import KEYS, Conversation, Look, invalid_utf8, write_conversations
 
 HUMANS = ["human", "user", "Human"]
 ASSISTANTS = ["gpt", "assistant", "chatgpt", "bing", "bard"]
@@ -294,6 +294,16 @@ def test_bad_parquet(tmp_path: Path, form: str) -> None:
     assert message(pa.array([5])).startswith(f"row 1, column {column}: not a conversation: Expected `array`")
 
 
+@pytest.mark.parametrize("form", ["sharegpt", "lmsys"])
+def test_parquet_turns_that_are_not_utf8(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "trace"
+    column, who, what = KEYS[form]
+    turns = pa.StructArray.from_arrays([pa.array(["user", "user"]), invalid_utf8()], [who, what])
+    pq.write_table(pa.table({column: pa.ListArray.from_arrays([0, 1, 2], turns)}), path)
+    with pytest.raises(TraceError, match=rf"row 2, column {column}: not a conversation: 'utf-8' codec"):
+        list(open_requests(path).batches())
+
+
 def test_an_azure_file_may_carry_prompts(tmp_path: Path) -> None:
     rows = [
         {"TIMESTAMP": "2023-11-16 18:15:47", "ContextTokens": 5, "GeneratedTokens": 6, "prompt": 'a "b"\n'},
@@ -330,6 +340,7 @@ def test_prompts_in_csv(tmp_path: Path) -> None:
     [
         (pa.array([5, 6]), "row 1, column prompt: the column holds int64, not text ('5')."),
         (pa.array([b"a", b"\xff"]), "row 2, column prompt: the text is not UTF-8 ('\\\\xff')."),
+        (invalid_utf8(), "row 2, column prompt: the text is not UTF-8 ('\\\\xff')."),
     ],
 )
 def test_bad_prompts_in_parquet(tmp_path: Path, prompts: pa.Array, start: str) -> None:

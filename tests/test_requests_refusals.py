@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from finemoe.errors import TraceError
 from finemoe.traces.requests import open_requests
-from request_writers import COLUMNS, write_parquet
+from request_writers import COLUMNS, invalid_utf8, write_parquet
 
 HEADER = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
 POSITIVE = "Write a positive whole number."
@@ -164,7 +164,14 @@ def test_the_first_bad_row_is_named_whatever_its_column(tmp_path: Path) -> None:
             HEADER.encode() + b"1,1,1\n2,1\n",
             ["row 2: 2 cells, but 3 columns ('2,1').", "Repair or remove the row."],
         ),
-        (HEADER.encode() + b"1,1,1\n" * 200_000 + b"2,\xff\n", ["row 200001: 2 cells, but 3 columns ('2,"]),
+        (
+            HEADER.encode() + (b"1,1,1" + b" " * 500 + b"\n") * 3000 + b"2,\xff\n",
+            ["row 3001: 2 cells, but 3 columns ('2,"],
+        ),
+        (
+            HEADER.encode() + b"1,1,1" + b" " * (2 << 20) + b"\n2,1,1\n",
+            ["a row of more than 1 MiB. Shorten it, or convert the file to JSON lines."],
+        ),
         (HEADER.encode() + b"1,1,1\n\n2,1,3,4\n", ["row 2: 4 cells, but 3 columns ('2,1,3,4')."]),
         (
             bytes(range(128, 256)) * 9,
@@ -332,6 +339,17 @@ def test_bad_parquet_times(tmp_path: Path, times: pa.Array, message: str) -> Non
     ones = pa.array([1, 1, 1])
     pq.write_table(pa.table([times, ones, ones], names=COLUMNS["azure"]), path)
     assert refusal(path).startswith(message)
+
+
+def test_parquet_text_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    ones, bad = pa.array([1, 1]), invalid_utf8()
+    for place, column in enumerate(COLUMNS["azure"]):
+        columns = [bad if place == other else ones for other in range(3)]
+        pq.write_table(pa.table(columns, names=COLUMNS["azure"]), path)
+        message = refusal(path)
+        assert message.startswith(f"row 2, column {column}: a t")
+        assert "cannot be read ('\\\\xff')" in message
 
 
 def test_parquet_without_rows_or_columns(tmp_path: Path) -> None:

@@ -77,7 +77,8 @@ def read_texts(cells: pa.Array) -> tuple[pa.Array, Fault | None]:
     cells = _decoded(cells)
     if is_text(cells.type) or pa.types.is_null(cells.type):
         try:
-            texts = cells.cast(pa.large_string())
+            # Through bytes: only that checks text that a Parquet file calls UTF-8.
+            texts = cells.cast(pa.large_binary()).cast(pa.large_string())
             return pc.if_else(pc.equal(texts, ""), pa.scalar(None, texts.type), texts), None
         except pa.ArrowInvalid:
             bad = next(row for row, cell in enumerate(cells) if not _is_utf8(cell))
@@ -118,9 +119,9 @@ def _decoded(cells: pa.Array) -> pa.Array:
 
 
 def _is_utf8(cell: Any) -> bool:
-    value = cell.as_py()
     try:
-        return value is None or bool(value.decode() or True)
+        value = cell.as_py()
+        return not isinstance(value, bytes) or value.decode() is not None
     except UnicodeDecodeError:
         return False
 
@@ -137,7 +138,10 @@ def _text(cell: Any) -> str | None:
         return None
     if pa.types.is_timestamp(cell.type):
         return str(cell.cast(pa.string()))
-    value = cell.as_py()
+    try:
+        value = cell.as_py()
+    except UnicodeDecodeError:
+        value = cell.as_buffer().to_pybytes() if is_text(cell.type) else b"text that is not UTF-8"
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
 
 

@@ -55,8 +55,9 @@ def read_exchanges(
     prompts: list[str] = []
     answers: list[int] = []
     fault = None
-    for row, cell in enumerate(cells.to_pylist()):
+    for row in range(len(cells)):
         try:
+            cell = cells[row].as_py()
             turns = (
                 decoder.decode(cell or b"null") if is_json else msgspec.convert(cell, list[turn])  # type: ignore[valid-type]
             )

@@ -112,7 +112,7 @@ def _readable(path: Path) -> Iterator[None]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         problem = f"truncated or damaged gzip data ({_said(error)})."
         raise TraceError(path, problem, remedy="Fetch the file again.") from error
-    except (OSError, csv.Error, pa.ArrowException) as error:
+    except (OSError, csv.Error, pa.ArrowException, UnicodeDecodeError) as error:
         problem = f"cannot be read ({_said(error)})."
         raise TraceError(path, problem, remedy="Check that the file is whole and readable.") from error
 
@@ -195,6 +195,11 @@ def _read_csv(path: Path, columns: Sequence[str], names: Sequence[str], rows: in
         except pa.ArrowInvalid as error:
             # Arrow's handler for such rows would complain on stderr where one is not UTF-8.
             ragged = _RAGGED.search(str(error))
+            if "straddl" in str(error):
+                remedy = "Shorten it, or convert the file to JSON lines."
+                raise TraceError(
+                    path, f"a row of more than {BLOCK_BYTES >> 20} MiB.", remedy=remedy
+                ) from None
             if ragged is None:
                 raise
             row, expected, actual, shown = ragged.groups()
@@ -278,13 +283,14 @@ def _inspect_parquet(path: Path) -> Layout:
     try:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
-    except (pa.ArrowException, OSError) as error:
+            columns = tuple(schema.names)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         problem = f"truncated or damaged Parquet ({_said(error)})."
         raise TraceError(path, problem, remedy="Write or fetch the file again.") from error
     labels = schema.metadata or {}
     return Layout(
         "parquet",
-        tuple(schema.names),
+        columns,
         synthetic=labels.get(EVIDENCE_KEY) == SYNTHETIC.encode(),
         source=labels.get(FORMAT_KEY, b"").decode("utf-8", "replace"),
         untimed=labels.get(ARRIVALS_KEY) == NO_ARRIVALS,
