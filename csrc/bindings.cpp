@@ -204,6 +204,9 @@ PYBIND11_MODULE(_core, m) {
                     const auto array =
                         row_counts
                             .cast<py::array_t<std::int32_t, py::array::c_style | py::array::forcecast>>();
+                    if (array.ndim() != 2 || array.shape(1) != core.config().experts) {
+                        throw CoreError("gate: row counts are not [rows, J]");
+                    }
                     rows.assign(array.data(), array.data() + array.size());
                 }
                 const py::gil_scoped_release release;
