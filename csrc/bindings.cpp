@@ -128,7 +128,8 @@ std::vector<std::uint16_t> to_halves(const py::object& values, py::ssize_t width
 }
 
 py::array halves_array(const std::vector<std::uint16_t>& values, std::vector<py::ssize_t> shape) {
-    py::array out(py::dtype("float16"), std::move(shape));
+    static const auto* const half = new py::dtype("float16");  // made once; outlives the interpreter's end
+    py::array out(*half, std::move(shape));
     std::copy(values.begin(), values.end(), static_cast<std::uint16_t*>(out.mutable_data()));
     return out;
 }
@@ -203,6 +204,9 @@ PYBIND11_MODULE(_core, m) {
                     const auto array =
                         row_counts
                             .cast<py::array_t<std::int32_t, py::array::c_style | py::array::forcecast>>();
+                    if (array.ndim() != 2 || array.shape(1) != core.config().experts) {
+                        throw CoreError("gate: row counts are not [rows, J]");
+                    }
                     rows.assign(array.data(), array.data() + array.size());
                 }
                 const py::gil_scoped_release release;
@@ -276,4 +280,5 @@ PYBIND11_MODULE(_core, m) {
     bind_feed(m);
     bind_plugin(m);
     bind_search(m);
+    bind_synthetic(m);
 }

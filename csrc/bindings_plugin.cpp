@@ -10,12 +10,9 @@ namespace {
 
 UserPredictions to_predictions(const py::object& returned, const char* method) {
     UserPredictions out;
-    if (returned.is_none()) {
-        return out;
-    }
     const std::string what = std::string("the policy's ") + method + " must return {layer: row of J values}";
     if (!py::isinstance<py::dict>(returned)) {
-        throw CoreError(what + ", not " + std::string(py::str(py::type::of(returned))));
+        throw CoreError(what + ", not " + std::string(py::repr(returned)));
     }
     for (const auto& [layer, row] : returned.cast<py::dict>()) {
         const auto values = py::array_t<float, py::array::c_style | py::array::forcecast>::ensure(row);
@@ -80,7 +77,14 @@ class PythonPolicy final : public UserPolicy {
 
     double eviction_key(const EvictionView& view) override {
         const py::gil_scoped_acquire gil;
-        return policy_.attr("eviction_key")(view).cast<double>();
+        const py::object key = policy_.attr("eviction_key")(view);
+        const double value = PyFloat_AsDouble(key.ptr());
+        if (value == -1.0 && PyErr_Occurred() != nullptr) {
+            PyErr_Clear();
+            throw CoreError("the policy's eviction_key must return a number, not " +
+                            std::string(py::repr(key)));
+        }
+        return value;
     }
 
   private:

@@ -159,6 +159,7 @@ class Core {
     ExpertId victim(const Device& d);
     ExpertId quota_victim(const Device& d, ExpertId wanted);
     ExpertId spare_victim(const Device& d);
+    ExpertId prefetch_victim(const Device& d);
     bool settled(ExpertId e) const;
     int settled_of(int layer) const;
     void trim_layer();

@@ -112,7 +112,7 @@ void Core::start_prefetch(int g) {
     int slot = free_slot(d);
     if (slot < 0) {
         if (evicts == kNone) {
-            evicts = config_.layer_quota > 0 ? spare_victim(d) : victim(d);
+            evicts = prefetch_victim(d);
         }
         if (evicts == kNone) {
             return;

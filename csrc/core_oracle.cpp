@@ -22,7 +22,7 @@ ExpertId Core::oracle_choice(int g, ExpertId& evicts) {
             continue;
         }
         if (free_slot(d) < 0) {
-            evicts = victim(d);
+            evicts = prefetch_victim(d);
             if (evicts == kNone || foresight_.next_use(evicts, now + 1) <= s) {
                 evicts = kNone;
                 return kNone;

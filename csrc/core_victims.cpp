@@ -54,6 +54,11 @@ ExpertId Core::spare_victim(const Device& d) {
                      [&](ExpertId e) { return at(e).spare || (at(e).unused && layer_of(e) <= layer_now_); });
 }
 
+// With a quota a prefetch takes the place of a spare expert, never of anything else.
+ExpertId Core::prefetch_victim(const Device& d) {
+    return config_.layer_quota > 0 ? spare_victim(d) : victim(d);
+}
+
 // A key of the user's that raises ends the run.
 EvictionKey Core::key_of(ExpertId e) {
     try {

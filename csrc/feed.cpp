@@ -36,8 +36,10 @@ void Feed::add(std::int64_t request, RequestRouting v) {
          who + "embedding is not [n, h]");
     need(std::all_of(v.token_counts.begin(), v.token_counts.end(), [](std::int32_t n) { return n > 0; }),
          who + "an expert without tokens");
-    for (const std::uint16_t e : v.experts) {
-        need(e < experts_, who + "expert " + std::to_string(e) + " is not below J");
+    const auto beyond = std::find_if(v.experts.begin(), v.experts.end(),
+                                     [&](std::uint16_t expert) { return expert >= experts_; });
+    if (beyond != v.experts.end()) {
+        need(false, who + "expert " + std::to_string(*beyond) + " is not below J");
     }
     for (const auto& [distance, rows] : v.speculation) {
         need(distance >= 1 && distance < layers_ && rows.size() == v.gate.size(),

@@ -68,6 +68,7 @@ def evidence_of(
         "routing_notes": routing.meta.notes,
         "routing_prefill": prefill or routing.meta.source.upper(),
         "hardware": {profile.name: _labels(profile) for profile in profiles},
+        "hardware_sources": {profile.name: _sources(profile) for profile in profiles},
         "prefetch_distance": model.prefetch_distance_evidence
         if "prefetch_distance" in settings.assumed
         else "given",
@@ -82,3 +83,11 @@ def _labels(profile: HardwareProfile) -> dict[str, list[str]]:
     for name, (_, _, label, _) in profile.evidence().items():
         found[label].append(name)
     return dict(sorted(found.items()))
+
+
+def _sources(profile: HardwareProfile) -> dict[str, str]:
+    """Figure of the profile → its value, its label and who says so."""
+    return {
+        name: f"{value:g}{'' if unit == '1' else ' ' + unit} {label}: {source}"
+        for name, (value, unit, label, source) in profile.evidence().items()
+    }

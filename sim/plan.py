@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from ..calibration.profile import HardwareProfile, load_profile
+from ..calibration.profile import HardwareProfile, load_machine
 from ..errors import CapacityError, SettingError
 from ..policy.models import ModelSpec, load_model_spec
 from ..policy.system import System
@@ -84,7 +84,7 @@ def make_plan(settings: RunSettings) -> Plan:
     """
     systems = find_systems(settings.policy)
     model = load_model_spec(settings.model)
-    profiles = _profiles(settings.hardware)
+    profiles = _profiles(settings)
     if settings.prefetch_distance is None:
         settings = msgspec.structs.replace(settings, prefetch_distance=model.prefetch_distance)
     sizes = {text: parse_cache_size(text, model, settings.expert_dtype) for text in settings.expert_cache}
@@ -122,13 +122,18 @@ def make_plan(settings: RunSettings) -> Plan:
     )
 
 
-def _profiles(names: tuple[str, ...]) -> tuple[HardwareProfile, ...]:
+def _profiles(settings: RunSettings) -> tuple[HardwareProfile, ...]:
     profiles: dict[str, HardwareProfile] = {}
-    for name in names:
-        profile = load_profile(name)
+    for name in settings.hardware:
+        profile = load_machine(
+            name,
+            settings.set,
+            host_memory=settings.host_memory,
+            peer_needed=settings.peer_link == "nvlink",
+        )
         if profile.name in profiles:
             raise SettingError(
-                f"--hardware {','.join(names)} has two profiles that are named {profile.name}. "
+                f"--hardware {','.join(settings.hardware)} has two profiles that are named {profile.name}. "
                 "Give one of them another name, or leave it out."
             )
         profiles[profile.name] = profile
@@ -207,7 +212,12 @@ def _cells(
     try:
         if not problem:
             memory = plan_memory(
-                model, settings.expert_dtype, profile, expert_cache_bytes, min_kv_tokens=longest
+                model,
+                settings.expert_dtype,
+                profile,
+                expert_cache_bytes,
+                min_kv_tokens=longest,
+                dense=settings.dense,
             )
     except CapacityError as error:
         problem = f"DOES NOT FIT: {error}"

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from reference_formulas import F16, F32, round_f16
+from reference_formulas import F16, F32
 from reference_state import check
 
 
@@ -50,9 +50,9 @@ def checked(
     return rows
 
 
-def all_embeddings(embeddings: Sequence[F32 | None], width: int) -> F16 | None:
-    """[B, h] as they came, in half precision; zeros for rows that have none, None where no row has one."""
+def all_embeddings(embeddings: Sequence[F16 | None], width: int) -> F16 | None:
+    """[B, h] unit embeddings; zeros for rows that have none, None where no row has one."""
     if width == 0 or all(embedding is None for embedding in embeddings):
         return None
-    none = np.zeros(width, dtype=np.float32)
-    return round_f16([none if embedding is None else embedding for embedding in embeddings])
+    none = np.zeros(width, dtype=np.float16)
+    return np.stack([none if embedding is None else embedding for embedding in embeddings])

@@ -158,7 +158,7 @@ class Predictions(Devices):
                     self._take_result(layer, [(p, 0.0, None)], "top_k")
         if config.predictor == "plugin":
             rows = [(row.request, row.phase, row.tokens) for row in self.rows]
-            embeddings = all_embeddings([row.embedding for row in self.rows], config.embedding_width)
+            embeddings = all_embeddings(self.embeddings, config.embedding_width)
             self._ask_for_predictions(lambda policy: policy.begin_iteration(rows, embeddings))
 
     def search_after_gate(self, row_counts: npt.NDArray[np.int64]) -> None:

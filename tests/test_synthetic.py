@@ -11,13 +11,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from finemoe.errors import SettingError
+from finemoe._core import synthetic_drift, synthetic_embeddings, synthetic_gate, synthetic_logits
+from finemoe.errors import CoreError, SettingError
 from finemoe.traces import routing_preset
 from finemoe.traces.routing_check import check_routing
 from finemoe.traces.routing_preset import preset_for, preset_names
 from finemoe.traces.routing_stats import load_shares, summarise, top_k_mask
 from finemoe.traces.synthetic import SyntheticRouting, load_preset
-from finemoe.traces.synthetic_math import chosen_experts, drift, prompt_counts
+from finemoe.traces.synthetic_math import drift, prompt_counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_samples import assert_same
@@ -189,9 +190,135 @@ def test_drift_has_unit_variance_and_the_stated_correlation() -> None:
     assert drift(np.random.default_rng(0), 0, 4, 0.6).shape == (0, 4)
 
 
-def test_equal_probabilities_choose_the_lower_expert() -> None:
-    gate = np.array([[0.2, 0.3, 0.2, 0.3], [0.25] * 4, [0, 0, 0, 1]], dtype=np.float16)
-    assert chosen_experts(gate, 2).reshape(3, 2).tolist() == [[1, 3], [0, 1], [0, 3]]
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 130), st.floats(0.1, 12.0), st.data())
+def test_gate_rows_are_the_softmax_and_their_top_k(
+    rows: int, experts: int, spread: float, data: st.DataObject
+) -> None:
+    top_k = data.draw(st.integers(1, experts))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    logits = (spread * rng.standard_normal((rows, experts))).astype(np.float32)
+    gate, chosen = synthetic_gate(logits, experts, top_k)
+    exact = np.exp(logits.astype(np.float64))
+    exact /= exact.sum(axis=1, keepdims=True)
+    assert np.allclose(
+        gate.astype(np.float64), exact, rtol=6e-4, atol=4e-8
+    )  # half a step of f16, subnormals too
+    best = np.argsort(-gate.astype(np.float32), axis=1, kind="stable")[:, :top_k]
+    assert np.array_equal(chosen, np.sort(best, axis=1))  # of equals the lower one
+
+
+def test_every_gate_row_that_is_even_chooses_the_lowest_experts() -> None:
+    for experts in (1, 8, 60):
+        _, chosen = synthetic_gate(np.zeros((3, experts), np.float32), experts, (experts + 1) // 2)
+        assert chosen.tolist() == [list(range((experts + 1) // 2))] * 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 20), st.integers(1, 5), st.integers(1, 150), st.integers(0, 1000))
+def test_logits_are_the_product_with_bias_and_bounded_noise(n: int, size: int, width: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    latents, readout = (
+        rng.standard_normal((n, size), np.float32),
+        rng.standard_normal((size, width), np.float32),
+    )
+    bias, noise = rng.standard_normal(width, np.float32), rng.random(width, np.float32)
+    streams = rng.integers(1, 1 << 32, width, dtype=np.uint32)
+    at_once, parts = streams.copy(), streams.copy()
+    logits = synthetic_logits(latents, readout, bias, noise, at_once)
+    cut = n // 2
+    halves = [synthetic_logits(part, readout, bias, noise, parts) for part in (latents[:cut], latents[cut:])]
+    assert np.concatenate(halves).tobytes() == logits.tobytes()  # whatever is made at a time
+    assert at_once.tobytes() == parts.tobytes()
+    error = logits - (latents.astype(np.float64) @ readout + bias)
+    assert (np.abs(error) <= 0.5 * noise + 1e-4).all()
+
+
+def test_bits_are_those_of_plain_f32_arithmetic() -> None:
+    """On any processor: NumPy does here, one operation after another, what the kernels do."""
+    rng = np.random.default_rng(3)
+    n, size, experts, layers = 5, 3, 12, 9
+    width = experts * layers
+    latents, readout = (
+        rng.standard_normal((n, size), np.float32),
+        rng.standard_normal((size, width), np.float32),
+    )
+    bias, noise = rng.standard_normal(width, np.float32), rng.random(width, np.float32)
+    streams = rng.integers(1, 1 << 32, width, dtype=np.uint32)
+    expected, mine = [], streams.copy()
+    for latent in latents:
+        row = bias + noise * uniform(mine)
+        for weight, column in zip(latent, readout, strict=True):
+            row = row + weight * column
+        expected.append(row)
+    logits = synthetic_logits(latents, readout, bias, noise, streams)
+    assert logits.tobytes() == np.array(expected, np.float32).tobytes()
+    assert streams.tobytes() == mine.tobytes()
+
+    rounding = np.float32(1.5 * 2**23)
+    t = np.clip(logits, np.float32(-80), np.float32(80)) * np.float32(1.44269504)
+    whole = (t + rounding) - rounding
+    f = t - whole
+    p = np.full_like(f, 1.5337577e-4)
+    for factor in (1.339986e-3, 9.61852e-3, 5.550329e-2, 2.4022646e-1, 6.931472e-1, 1.0):
+        p = p * f + np.float32(factor)
+    shares = np.ldexp(p, whole.astype(np.int32)).reshape(-1, experts)
+    total = np.zeros(len(shares), np.float32)
+    for column in shares.T:
+        total += column
+    gate, _ = synthetic_gate(logits, experts, 2)
+    assert gate.tobytes() == (shares * (np.float32(1) / total)[:, None]).astype(np.float16).tobytes()
+
+    kinds = rng.integers(0, 7, 20)
+    table, mean = rng.standard_normal((7, 20), np.float32), rng.standard_normal(20, np.float32)
+    streams = rng.integers(1, 1 << 32, 20, dtype=np.uint32)
+    mine = streams.copy()
+    rows = [table[kind] + mean + np.float32(0.3) * uniform(mine) for kind in kinds]
+    made = synthetic_embeddings(kinds, table, mean, 0.3, streams)
+    assert made.tobytes() == np.array(rows).astype(np.float16).tobytes()
+
+
+def uniform(
+    streams: np.ndarray[tuple[int, ...], np.dtype[np.uint32]],
+) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """The streams' next numbers; they move on."""
+    streams ^= streams << 13
+    streams ^= streams >> 17
+    streams ^= streams << 5
+    return (streams >> 8).astype(np.float32) * np.float32(2**-24) - np.float32(0.5)
+
+
+def test_noise_is_uniform_and_independent() -> None:
+    rng = np.random.default_rng(0)
+    streams = rng.integers(1, 1 << 32, 64, dtype=np.uint32)
+    nothing = np.zeros((4000, 1), np.float32)
+    noise = synthetic_logits(
+        nothing, np.zeros((1, 64), np.float32), np.zeros(64, np.float32), np.ones(64, np.float32), streams
+    )
+    assert abs(noise.mean()) < 0.005
+    assert noise.std() == pytest.approx(12**-0.5, abs=0.003)
+    assert np.abs(noise).max() <= 0.5
+    across = np.asarray(np.corrcoef(noise.T))[np.triu_indices(64, 1)]
+    following = [np.corrcoef(column[1:], column[:-1])[0, 1] for column in noise.T]
+    assert np.abs(across).max() < 0.08  # 2,016 pairs of 4,000: five standard deviations
+    assert np.abs(following).max() < 0.08
+
+
+def test_arrays_that_do_not_fit_together_are_refused() -> None:
+    row, streams = np.zeros(4, np.float32), np.ones(4, np.uint32)
+    wide = np.zeros((2, 4), np.float32)
+    with pytest.raises(CoreError, match=r"latents are not \[n, D\]"):
+        synthetic_logits(np.zeros((1, 3), np.float32), wide, row, row, streams)
+    with pytest.raises(CoreError, match="differ in columns"):
+        synthetic_logits(wide.T.copy(), wide, row, row, streams[:2].copy())
+    with pytest.raises(CoreError, match="not rows of J"):
+        synthetic_gate(wide, 3, 1)
+    with pytest.raises(CoreError, match="experts or top_k"):
+        synthetic_gate(wide, 4, 5)
+    with pytest.raises(CoreError, match="no such kind"):
+        synthetic_embeddings(np.array([2]), wide, row, 0.1, streams)
+    with pytest.raises(CoreError, match="correlation"):
+        synthetic_drift(wide, 1.0)
 
 
 def test_lengths_and_distances_out_of_range_are_refused() -> None:

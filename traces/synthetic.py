@@ -14,37 +14,39 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 
+from .._core import synthetic_embeddings, synthetic_gate, synthetic_logits, synthetic_prompt
 from ..errors import SettingError
 from .routing import Half, RequestRouting, RoutingMeta
 from .routing_preset import RoutingPreset, load_preset
 from .synthetic_math import (
     Floats,
-    chosen_experts,
     drift,
-    product,
     prompt_counts,
     readout,
     recall_at,
     scale_for_entropy,
-    softmax,
     standardised,
 )
 
 __all__ = ["RoutingPreset", "SyntheticRouting", "load_preset"]
 
-CHUNK_ITERATIONS = 256
+CHUNK_LOGITS = 16384  # made at a time: they stay in the cache
 FIT_ITERATIONS = 192
 LONG_RUN_WEIGHT = 32.0  # prompt tokens
 NOISE_LEVELS = (0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3, 1.7, 2.2, 3.0, 5.0, 10.0)
 
-_WORLD, _FIT, _PREFILL, _DECODE, _NOISE, _EMBEDDING, _SPECULATION = range(7)
+_WORLD, _FIT, _PREFILL, _DECODE, _SPECULATION = range(5)
+
+Chosen = npt.NDArray[np.uint16]
+Streams = npt.NDArray[np.uint32]
 
 
 class SyntheticRouting:
     """A routing source that makes request i up from (preset, seed, i, lengths): the same bytes in any order.
 
-    The floats are those of one machine's NumPy, whatever its number of threads; another CPU may round the
-    last bit of a gate differently. Raises `SettingError` for lengths below 1 and distances outside 1 … L − 1.
+    What is made for each iteration has the same bits on every machine; the few constants that the generator
+    starts from are NumPy's, whose last bit may differ between processors. Raises `SettingError` for lengths
+    below 1 and distances outside 1 … L − 1.
     """
 
     def __init__(self, preset: RoutingPreset, seed: int) -> None:
@@ -71,6 +73,7 @@ class SyntheticRouting:
         self._kinds = standardised(draws[0].standard_normal((tokens.kinds, latent.dimensions)), chance)
         self._topics = standardised(draws[1].standard_normal((tokens.topics, latent.dimensions)))
         self._kind_embeddings = draws[2].standard_normal((tokens.kinds, preset.embedding_width), np.float32)
+        self._kind_embeddings *= np.float32(np.sqrt(preset.embedding.token))
         self._topic_embeddings = draws[3].standard_normal((tokens.topics, preset.embedding_width), np.float32)
         # In logit units until the sample has told the factor that gives the rows their entropy.
         self._readout = readout(draws[4], preset)
@@ -84,7 +87,7 @@ class SyntheticRouting:
             part *= factor
         self._fit_logits = (sample.reshape(len(sample), -1) * factor).astype(np.float32)
         # Half a token for experts that the sample never chose: a long prompt can reach every expert.
-        chosen = self._counts(self._gate(self._fit_logits.copy())) + 0.5
+        chosen = synthetic_prompt(*self._gate(self._fit_logits))[1] + 0.5
         self._long_run = chosen / chosen.sum(axis=1, keepdims=True)
         self._recall_curve: list[float] = []
 
@@ -118,38 +121,40 @@ class SyntheticRouting:
         lasting += np.sqrt(preset.shares.request) * rng.standard_normal(len(lasting), np.float32)
         sample = min(prompt_tokens, preset.prefill_sample)
         latents, prompt_kinds = self._latents(rng, topic, lasting, sample, 0.0)
-        logits = self._logits(rng, latents)
+        logits = self._logits(self._streams(rng), latents)
         for distance in speculation:
-            rows = self._guess(draws[distance], logits, distance, noise[distance])
-            guesses[distance][0, : layers - distance] = rows.mean(axis=0, dtype=np.float32)
-        rows = self._gate(logits)
-        gate[0] = rows.mean(axis=0, dtype=np.float32)
-        counts = prompt_counts(rng, self._counts(rows), self._long_run, prompt_tokens, top_k, LONG_RUN_WEIGHT)
+            rows, chosen = self._guess(draws[distance], logits, distance, noise[distance])
+            guesses[distance][0, : layers - distance], _ = synthetic_prompt(rows, chosen)
+        gate[0], sampled = synthetic_prompt(*self._gate(logits))
+        counts = prompt_counts(rng, sampled, self._long_run, prompt_tokens, top_k, LONG_RUN_WEIGHT)
         _, head = np.nonzero(counts)
 
-        rng, layer_rng = self._stream(_DECODE, request), self._stream(_NOISE, request)
+        rng = self._stream(_DECODE, request)
         latents, kinds = self._latents(
             rng, topic, lasting, output_tokens - 1, preset.tokens.drift_correlation
         )
-        tail = [np.empty(0, np.uint16)]
-        for start in range(0, output_tokens - 1, CHUNK_ITERATIONS):
-            logits = self._logits(layer_rng, latents[start : start + CHUNK_ITERATIONS])
+        streams = self._streams(rng)
+        tail = np.empty((output_tokens - 1, layers, top_k), np.uint16)
+        chunk = max(1, CHUNK_LOGITS // len(self._bias))
+        for start in range(0, output_tokens - 1, chunk):
+            logits = self._logits(streams, latents[start : start + chunk])
             part = slice(1 + start, 1 + start + len(logits))
             for distance in speculation:
-                rows = self._guess(draws[distance], logits, distance, noise[distance])
+                rows, _ = self._guess(draws[distance], logits, distance, noise[distance])
                 guesses[distance][part, : layers - distance] = rows
-            gate[part] = self._gate(logits)
-            tail.append(chosen_experts(gate[part], top_k))
-        experts = np.concatenate((head.astype(np.uint16), *tail))
-        ones = np.ones(len(experts) - len(head), np.int32)
-        lengths = np.full(output_tokens * layers, top_k)
-        lengths[:layers] = np.count_nonzero(counts, axis=1)
+            gate[part], tail[start : start + chunk] = self._gate(logits)
+        experts = np.concatenate((head.astype(np.uint16), tail.reshape(-1)))
+        ones = np.ones(tail.size, np.int32)
+        offsets = np.empty(1 + output_tokens * layers, np.int64)
+        offsets[0] = 0
+        offsets[1 : layers + 1] = np.cumsum(np.count_nonzero(counts, axis=1))
+        offsets[layers:] = np.arange(len(head), len(experts) + 1, top_k)
         return RequestRouting(
             gate=gate,
             experts=experts,
             token_counts=np.concatenate((counts[counts > 0].astype(np.int32), ones)),
-            offsets=np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths))),
-            embedding=self._embed(request, topic, prompt_kinds, kinds),
+            offsets=offsets,
+            embedding=self._embed(rng, topic, prompt_kinds, kinds),
             speculation=guesses,
         )
 
@@ -181,7 +186,7 @@ class SyntheticRouting:
             lasting = np.sqrt(shares.topic) * self._topics[topic]
             lasting += np.sqrt(shares.request) * rng.standard_normal(size, np.float32)
             rows.append(self._latents(rng, int(topic), lasting, 1, 0.0)[0])
-        return self._logits(rng, np.concatenate(rows)).reshape(
+        return self._logits(self._streams(rng), np.concatenate(rows)).reshape(
             FIT_ITERATIONS, self.preset.layers, self.preset.experts
         )
 
@@ -190,29 +195,36 @@ class SyntheticRouting:
     ) -> tuple[Floats, npt.NDArray[np.int64]]:
         """Latent vectors [n, 2·D] of n tokens, the token's beside the context's, and their kinds [n]."""
         shares, tokens = self.preset.shares, self.preset.tokens
-        kinds = np.searchsorted(self._kind_cdf, rng.random(n)).clip(max=tokens.kinds - 1)
+        drawn = rng.random((2, n))
+        kinds = np.searchsorted(self._kind_cdf, drawn[0])
         # A topic's own order of kinds: the common one, turned by another step for each topic.
-        turned = (kinds + (topic + 1) * (tokens.kinds // (tokens.topics + 1))) % tokens.kinds
-        kinds = np.where(rng.random(n) < tokens.topical, turned, kinds)
-        context = drift(rng, n, len(lasting), correlation) * np.float32(np.sqrt(shares.drift))
+        kinds[drawn[1] < tokens.topical] += (topic + 1) * (tokens.kinds // (tokens.topics + 1))
+        kinds %= tokens.kinds
+        latents = np.empty((n, 2 * len(lasting)), np.float32)
+        latents[:, : len(lasting)] = self._kinds[kinds]
+        context = drift(rng, n, len(lasting), correlation)
+        context *= np.float32(np.sqrt(shares.drift))
         context += lasting
-        context += rng.standard_normal(context.shape, np.float32) * np.float32(np.sqrt(shares.iteration))
-        return np.concatenate((self._kinds[kinds], context), axis=1), kinds
+        fresh = rng.standard_normal(context.shape, np.float32)
+        fresh *= np.float32(np.sqrt(shares.iteration))
+        np.add(context, fresh, out=latents[:, len(lasting) :])
+        return latents, kinds
 
-    def _logits(self, rng: np.random.Generator, latents: Floats) -> Floats:
-        logits = rng.random((len(latents), len(self._bias)), np.float32)
-        logits -= np.float32(0.5)
-        logits *= self._layer_noise
-        logits += product(latents, self._readout)
-        logits += self._bias
-        return logits
+    def _streams(self, rng: np.random.Generator) -> Streams:
+        return rng.integers(1, 1 << 32, len(self._bias), dtype=np.uint32)
 
-    def _gate(self, logits: Floats) -> Half:
-        """f16 rows [n, L, J]; overwrites `logits`."""
-        rows = softmax(logits, self.preset.experts).astype(np.float16)
-        return rows.reshape(len(logits), -1, self.preset.experts)
+    def _logits(self, streams: Streams, latents: Floats) -> Floats:
+        return synthetic_logits(latents, self._readout, self._bias, self._layer_noise, streams)
 
-    def _guess(self, rng: np.random.Generator, logits: Floats, distance: int, noise: float) -> Half:
+    def _gate(self, logits: Floats) -> tuple[Half, Chosen]:
+        """f16 rows [n, L, J] and the top K of each, ascending, [n, L, K]."""
+        rows, chosen = synthetic_gate(logits, self.preset.experts, self.preset.top_k)
+        n = len(logits)
+        return rows.reshape(n, -1, self.preset.experts), chosen.reshape(n, -1, self.preset.top_k)
+
+    def _guess(
+        self, rng: np.random.Generator, logits: Floats, distance: int, noise: float
+    ) -> tuple[Half, Chosen]:
         skipped = distance * self.preset.experts
         guess = rng.standard_normal((len(logits), logits.shape[1] - skipped), np.float32)
         guess *= self._unit[skipped:] * np.float32(noise)
@@ -220,27 +232,20 @@ class SyntheticRouting:
         guess /= np.float32(np.hypot(1, noise))
         return self._gate(guess)
 
-    def _counts(self, gate: Half) -> npt.NDArray[np.int64]:
-        """How often each expert is in the top K of `gate` [n, L, J]: [L, J]."""
-        _, layers, experts = gate.shape
-        flat = chosen_experts(gate, self.preset.top_k).reshape(-1, layers, self.preset.top_k)
-        place = flat + np.arange(layers)[:, None] * experts
-        return np.bincount(place.reshape(-1), minlength=layers * experts).reshape(layers, experts)
-
     def _embed(
         self,
-        request: int,
+        rng: np.random.Generator,
         topic: int,
         prompt_kinds: npt.NDArray[np.int64],
         kinds: npt.NDArray[np.int64],
     ) -> Half:
         """Mean over the prompt's tokens, then each decode iteration's token: [1 + len(kinds), h]."""
-        shares, rng = self.preset.embedding, self._stream(_EMBEDDING, request)
-        rows = np.concatenate(
-            (self._kind_embeddings[prompt_kinds].mean(axis=0, keepdims=True), self._kind_embeddings[kinds])
-        ) * np.float32(np.sqrt(shares.token))
-        rows += np.sqrt(shares.topic) * self._topic_embeddings[topic]
-        rows += np.sqrt(shares.request) * rng.standard_normal(rows.shape[1], np.float32)
-        noise = rng.standard_normal(rows.shape, np.float32) * np.float32(np.sqrt(shares.noise))
-        noise[0] /= np.float32(np.sqrt(len(prompt_kinds)))
-        return (rows + noise).astype(np.float16)
+        shares, width = self.preset.embedding, self.preset.embedding_width
+        mean = np.float32(np.sqrt(shares.topic)) * self._topic_embeddings[topic]
+        mean += np.float32(np.sqrt(shares.request)) * rng.standard_normal(width, np.float32)
+        prompt = mean + self._kind_embeddings[prompt_kinds].mean(axis=0)
+        spread = np.float32(np.sqrt(shares.noise / len(prompt_kinds)))
+        prompt += spread * rng.standard_normal(width, np.float32)
+        streams = rng.integers(1, 1 << 32, width, dtype=np.uint32)
+        rows = synthetic_embeddings(kinds, self._kind_embeddings, mean, np.sqrt(12 * shares.noise), streams)
+        return np.concatenate((prompt.astype(np.float16)[None], rows))

@@ -1,7 +1,7 @@
 """The arithmetic of the synthetic generator, on plain arrays.
 
-n iterations, L layers, J experts per layer, K chosen, D latent dimensions. Products are `einsum` rather than
-BLAS: its last bits do not depend on the number of threads, and matrices this small gain nothing from threads.
+n iterations, L layers, J experts per layer, K chosen, D latent dimensions. What is done for every iteration
+is compiled (csrc/synthetic.cpp).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from .._core import synthetic_drift, synthetic_gate
 from ..errors import SettingError
 from .routing_preset import RoutingPreset
 
@@ -16,7 +17,6 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 LARGEST_SCALE = 12.0  # keeps exp() of six standard deviations inside f32
-_DRIFT_BLOCK = 64
 
 
 def readout(rng: np.random.Generator, preset: RoutingPreset) -> Floats:
@@ -43,46 +43,11 @@ def standardised(values: Doubles, weights: Doubles | None = None) -> Floats:
     return ((values - mean) / np.where(spread > 0, spread, 1)).astype(np.float32)
 
 
-def product(left: Floats, right: Floats) -> Floats:
-    """Matrix product [n, m] of `left` [n, k] and `right` [k, m]."""
-    return np.asarray(np.einsum("nk,km->nm", left, right))
-
-
 def drift(rng: np.random.Generator, n: int, dimensions: int, correlation: float) -> Floats:
     """Stationary AR(1) series [n, D] of unit variance: x[t] = r·x[t−1] + √(1 − r²)·noise."""
     series = rng.standard_normal((n, dimensions), dtype=np.float32)
-    powers = correlation ** np.arange(_DRIFT_BLOCK + 1, dtype=np.float64)
-    steps = np.arange(_DRIFT_BLOCK)
-    mix = np.tril(powers[np.abs(steps[:, None] - steps)]) * np.sqrt(1 - correlation**2)
-    mix, decay = mix.astype(np.float32), powers[1:, None].astype(np.float32)
-    if n:
-        series[0] /= np.float32(np.sqrt(1 - correlation**2))
-    before = np.zeros(dimensions, np.float32)
-    for start in range(0, n, _DRIFT_BLOCK):
-        block = series[start : start + _DRIFT_BLOCK]
-        size = len(block)
-        block[:] = product(mix[:size, :size], block) + decay[:size] * before
-        before = block[-1]
+    synthetic_drift(series, correlation)
     return series
-
-
-def softmax(logits: Floats, experts: int) -> Floats:
-    """Rows of J logits to probabilities, in place; logits must stay below 88 (see LARGEST_SCALE)."""
-    np.exp(logits, out=logits)
-    rows = logits.reshape(-1, experts)
-    rows *= (1 / np.einsum("ij->i", rows))[:, None]
-    return logits
-
-
-def chosen_experts(gate: npt.NDArray[np.float16], top_k: int) -> npt.NDArray[np.uint16]:
-    """Top K of the rows of `gate` [..., J], flat, ascending in a row; of equal values the lower expert."""
-    experts = gate.shape[-1]
-    # Positive f16 sort like their bit patterns; the expert below them makes every key different.
-    keys = np.ascontiguousarray(gate).view(np.uint16).reshape(-1, experts).astype(np.int32)
-    keys <<= 10
-    keys |= np.arange(1023, 1023 - experts, -1, dtype=np.int32)
-    least = np.partition(keys, experts - top_k, axis=1)[:, experts - top_k]
-    return np.asarray(np.flatnonzero(keys >= least[:, None]) % experts, dtype=np.uint16)
 
 
 def scale_for_entropy(logits: Floats, preset: RoutingPreset) -> Floats:
@@ -117,14 +82,13 @@ def recall_at(
     """
 
     def chosen(values: Floats) -> npt.NDArray[np.int64]:
-        gate = softmax(values, shape[1]).astype(np.float16).reshape(-1, *shape)
-        experts = chosen_experts(gate, top_k).astype(np.int64)
-        return np.asarray(experts + np.repeat(np.arange(len(experts) // top_k), top_k) * shape[1])
+        _, experts = synthetic_gate(values, shape[1], top_k)
+        return np.asarray(experts + np.arange(len(experts))[:, None] * shape[1])
 
-    truth, recalls = chosen(logits.copy()), []
+    truth, recalls = chosen(logits), []
     for level in levels:
         guess = (logits + error * unit * np.float32(level)) * np.float32(1 / np.hypot(1, level))
-        recalls.append(len(np.intersect1d(truth, chosen(guess), assume_unique=True)) / len(truth))
+        recalls.append(len(np.intersect1d(truth, chosen(guess), assume_unique=True)) / truth.size)
     return recalls
 
 

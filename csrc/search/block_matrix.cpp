@@ -1,6 +1,7 @@
 #include "search/block_matrix.hpp"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <limits>
 #include <string>
@@ -11,6 +12,7 @@ namespace finemoe {
 namespace {
 
 constexpr int kTopLanes = 16;
+constexpr std::size_t kRowsTogether = 4;
 constexpr int kBlockWords = kBlock / 2;
 constexpr int kPrefetchWords = 2048;  // 8 KiB ahead: the hardware stops at the end of a page
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
@@ -40,43 +42,55 @@ float decode(std::uint32_t code) {
 #define FINEMOE_KERNEL score_generic
 #define FINEMOE_TARGET
 #define FINEMOE_LANES 4
+#define FINEMOE_WORDS 1
 #include "search/score_kernel.hpp"
 #undef FINEMOE_KERNEL
 #undef FINEMOE_TARGET
 #undef FINEMOE_LANES
+#undef FINEMOE_WORDS
 #ifdef __x86_64__
 #define FINEMOE_KERNEL score_avx2
 #define FINEMOE_TARGET __attribute__((target("avx2")))
 #define FINEMOE_LANES 8
+#define FINEMOE_WORDS 1
 #include "search/score_kernel.hpp"
 #undef FINEMOE_KERNEL
 #undef FINEMOE_TARGET
 #undef FINEMOE_LANES
+#undef FINEMOE_WORDS
 #define FINEMOE_KERNEL score_avx512
 #define FINEMOE_TARGET __attribute__((target("avx512f")))
 #define FINEMOE_LANES 16
+#define FINEMOE_WORDS 2
 #include "search/score_kernel.hpp"
 #endif
 
-using Kernel = void (*)(const std::uint32_t*, const float*, int, int, float*, const float*, float*);
+using Kernel = void (*)(const std::uint32_t*, const float* const*, int, int, float* const*, const float*,
+                        float* const*);
 
+// Kernels for 1 … kRowsTogether rows.
+using KernelByRows = std::array<Kernel, kRowsTogether>;
 struct Kernels {
     const char* instructions;
-    Kernel positive, any;
+    KernelByRows positive, any;
 };
+
+#define FINEMOE_BY_ROWS(kernel, is_signed) \
+    {kernel<is_signed, 1>, kernel<is_signed, 2>, kernel<is_signed, 3>, kernel<is_signed, 4>}
 
 // Those that this processor has, the widest first.
 std::vector<Kernels> available() {
     std::vector<Kernels> found;
 #ifdef __x86_64__
     if (__builtin_cpu_supports("avx512f") != 0) {
-        found.push_back({"avx512f", score_avx512<false>, score_avx512<true>});
+        found.push_back(
+            {"avx512f", FINEMOE_BY_ROWS(score_avx512, false), FINEMOE_BY_ROWS(score_avx512, true)});
     }
     if (__builtin_cpu_supports("avx2") != 0) {
-        found.push_back({"avx2", score_avx2<false>, score_avx2<true>});
+        found.push_back({"avx2", FINEMOE_BY_ROWS(score_avx2, false), FINEMOE_BY_ROWS(score_avx2, true)});
     }
 #endif
-    found.push_back({"generic", score_generic<false>, score_generic<true>});
+    found.push_back({"generic", FINEMOE_BY_ROWS(score_generic, false), FINEMOE_BY_ROWS(score_generic, true)});
     return found;
 }
 
@@ -153,22 +167,43 @@ void BlockMatrix::get(int column, float* values) const {
     }
 }
 
-void BlockMatrix::accumulate(const float* query, int columns, float* sums) const {
-    const Kernel score = values_ == Values::positive ? kernels.positive : kernels.any;
-    score(words_.data(), query, features_, columns, sums, nullptr, nullptr);
+void BlockMatrix::score(std::span<const float* const> queries, int columns, std::span<float* const> sums,
+                        const float* scale, FloatBlocks* tops) const {
+    const KernelByRows& by_rows = values_ == Values::positive ? kernels.positive : kernels.any;
+    const std::size_t each = tops == nullptr ? 0U : tops_for(columns);
+    if (tops != nullptr) {
+        tops->resize(queries.size() * each);
+    }
+    for (std::size_t r = 0; r < queries.size(); r += kRowsTogether) {
+        const std::size_t rows = std::min(kRowsTogether, queries.size() - r);
+        std::array<float*, kRowsTogether> into{};
+        for (std::size_t i = 0; i < rows && tops != nullptr; ++i) {
+            into[i] = tops->data() + (r + i) * each;
+        }
+        by_rows[rows - 1](words_.data(), queries.data() + r, features_, columns, sums.data() + r, scale,
+                          into.data());
+    }
 }
 
-Best BlockMatrix::accumulate_best(const float* query, float* sums, const Scale& scale,
-                                  FloatBlocks& tops) const {
-    const Kernel score = values_ == Values::positive ? kernels.positive : kernels.any;
-    tops.resize(tops_for(scale.columns()));
-    score(words_.data(), query, features_, scale.columns(), sums, scale.factors, tops.data());
-    return best_of(sums, scale, tops.data());
+void BlockMatrix::accumulate(std::span<const float* const> queries, int columns,
+                             std::span<float* const> sums) const {
+    score(queries, columns, sums, nullptr, nullptr);
+}
+
+void BlockMatrix::accumulate_best(std::span<const float* const> queries, std::span<float* const> sums,
+                                  const Scale& scale, FloatBlocks& tops, std::span<Best> best) const {
+    score(queries, scale.columns(), sums, scale.factors, &tops);
+    const std::size_t each = tops_for(scale.columns());
+    for (std::size_t r = 0; r < queries.size(); ++r) {
+        best[r] = best_of(sums[r], scale, tops.data() + r * each);
+    }
 }
 
 Best best_column(float* sums, const Scale& scale, FloatBlocks& tops) {
     tops.resize(tops_for(scale.columns()));
-    kernels.positive(nullptr, nullptr, 0, scale.columns(), sums, scale.factors, tops.data());
+    const float* query = nullptr;
+    float* row_tops = tops.data();
+    kernels.positive[0](nullptr, &query, 0, scale.columns(), &sums, scale.factors, &row_tops);
     return best_of(sums, scale, tops.data());
 }
 

@@ -59,11 +59,15 @@ class BlockMatrix {
     void set(int column, const float* values);
     void get(int column, float* values) const;
 
-    // sums[c] += Σ_f query[f] · m[f][c] for c < columns (padded to whole blocks); the inner sum in feature
-    // order, in f32.
-    void accumulate(const float* query, int columns, float* sums) const;
-    // The same, and the best of the columns afterwards, in one pass. `tops` is scratch.
-    Best accumulate_best(const float* query, float* sums, const Scale& scale, FloatBlocks& tops) const;
+    // For every row r: sums[r][c] += Σ_f queries[r][f] · m[f][c] for c < columns (padded to whole blocks);
+    // the inner sum in feature order, in f32. A row's result does not depend on the others.
+    void accumulate(std::span<const float* const> queries, int columns, std::span<float* const> sums) const;
+    void accumulate(const float* query, int columns, float* sums) const {
+        accumulate(std::span(&query, 1), columns, std::span(&sums, 1));
+    }
+    // The same, and the best of each row's columns afterwards, in one pass. `tops` is scratch.
+    void accumulate_best(std::span<const float* const> queries, std::span<float* const> sums,
+                         const Scale& scale, FloatBlocks& tops, std::span<Best> best) const;
 
   private:
     // Where a column's first feature is. A word holds two columns that are 16 apart, so that each half of a
@@ -72,6 +76,8 @@ class BlockMatrix {
         std::size_t word, shift;
     };
     Place place(int column) const;
+    void score(std::span<const float* const> queries, int columns, std::span<float* const> sums,
+               const float* scale, FloatBlocks* tops) const;
 
     int features_;
     Values values_;

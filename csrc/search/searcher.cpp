@@ -43,12 +43,19 @@ void Searcher::follow(const std::shared_ptr<const IterationRows>& iteration, int
         squares_.assign(it.rows.size(), 0.0);
     }
     for (; layers_done_ < layer; ++layers_done_) {
-        for (int r = 0; r < it.batch(); ++r) {
-            const float* row = it.gate_row(config_.experts, layers_done_, r);
-            store_.layer(layers_done_)
-                .accumulate(row, store_.size(), sums_[static_cast<std::size_t>(r)].data());
-            add_squares(row, r);
-        }
+        gather(it, layers_done_);
+        store_.layer(layers_done_).accumulate(queries_, store_.size(), into_);
+    }
+}
+
+// The rows' queries of a layer, their running sums, and the squares of their norms with that layer.
+void Searcher::gather(const IterationRows& it, int layer) {
+    queries_.clear();
+    into_.clear();
+    for (int r = 0; r < it.batch(); ++r) {
+        queries_.push_back(it.gate_row(config_.experts, layer, r));
+        into_.push_back(sums_[static_cast<std::size_t>(r)].data());
+        add_squares(queries_.back(), r);
     }
 }
 
@@ -60,14 +67,22 @@ void Searcher::add_squares(const float* row, int r) {
 
 SearchResult Searcher::semantic(const SearchRequest& request) {
     const IterationRows& it = *request.iteration;
-    SearchResult result{0, request.target + 1, {}, {}, {}};
+    const auto batch = static_cast<std::size_t>(it.batch());
+    scratch_.assign(store_.padded() * batch, 0.0F);
+    queries_.clear();
+    into_.clear();
     for (int r = 0; r < it.batch(); ++r) {
-        const auto unit = unit_of(it, r);
-        Best best;
-        if (!unit.empty()) {
-            scratch_.assign(store_.padded(), 0.0F);
-            best = store_.embeddings().accumulate_best(unit.data(), scratch_.data(), store_.ones(), tops_);
+        if (const auto unit = unit_of(it, r); !unit.empty()) {
+            queries_.push_back(unit.data());
+            into_.push_back(scratch_.data() + queries_.size() * store_.padded() - store_.padded());
         }
+    }
+    best_.resize(queries_.size());
+    store_.embeddings().accumulate_best(queries_, into_, store_.ones(), tops_, best_);
+    SearchResult result{0, request.target + 1, {}, {}, {}};
+    auto next = best_.begin();
+    for (int r = 0; r < it.batch(); ++r) {
+        const Best best = unit_of(it, r).empty() ? Best{} : *next++;
         result.maps.push_back(best.column);
         result.scores.push_back(best.column >= 0 ? best.key : kNoScore);
     }
@@ -81,15 +96,14 @@ SearchResult Searcher::trajectory(const SearchRequest& request) {
         followed_.reset();  // asked out of order: from the start
     }
     follow(request.iteration, request.layer);
+    gather(it, request.layer);
+    best_.resize(queries_.size());
+    store_.layer(request.layer)
+        .accumulate_best(queries_, into_, store_.inverse_norms(request.layer), tops_, best_);
     SearchResult result{request.target, 1, {}, {}, {}};
-    const Scale norms = store_.inverse_norms(request.layer);
-    for (int r = 0; r < it.batch(); ++r) {
-        const auto at = static_cast<std::size_t>(r);
-        const float* row = it.gate_row(config_.experts, request.layer, r);
-        const Best best = store_.layer(request.layer).accumulate_best(row, sums_[at].data(), norms, tops_);
-        add_squares(row, r);
-        result.maps.push_back(best.column);
-        result.scores.push_back(best.key * inverse_norm(squares_[at]));
+    for (std::size_t r = 0; r < best_.size(); ++r) {
+        result.maps.push_back(best_[r].column);
+        result.scores.push_back(best_[r].key * inverse_norm(squares_[r]));
     }
     layers_done_ = request.layer + 1;
     copy_targets(result, it.batch());

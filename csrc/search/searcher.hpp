@@ -31,6 +31,7 @@ class Searcher final : public SearchEngine {
     int most_redundant(const float* sums, float query_inverse, std::span<const float> unit_embedding);
     std::span<const float> unit_of(const IterationRows& iteration, int row) const;
     void refresh_sums(int place, const float* map);
+    void gather(const IterationRows& iteration, int layer);
     void add_squares(const float* gate_row, int row);
 
     // Running sums of the iteration being followed: per row, the dot product of its layers so far with every
@@ -40,6 +41,9 @@ class Searcher final : public SearchEngine {
     std::vector<FloatBlocks> sums_;
     std::vector<double> squares_;  // per row, of the same layers
     FloatBlocks scratch_, redundancy_, tops_;
+    std::vector<const float*> queries_;  // of the rows that are scored together, with where their sums go
+    std::vector<float*> into_;
+    std::vector<Best> best_;
 };
 
 }  // namespace finemoe
