@@ -227,6 +227,8 @@ def test_selection_stops_reading(tmp_path: Path) -> None:
         ({"sample": 3, "num_requests": 2}, "sample = 3, but only 2 requests"),
         ({"seed": -1}, "seed = -1: must be 0 to"),
         ({"time_scale": 1e9}, "--time-scale is 1e\\+09: request 4 of .* would arrive at 1.5e\\+10 s"),
+        ({"time_scale": 1e308}, "--time-scale is 1e\\+308: request 4 of .* would arrive at inf s"),
+        ({"rate": 1e-315}, "--rate is 1e-315: request 4 of .* would arrive at inf s"),
         ({"rate": 1e-10}, "--rate is 1e-10: request 4 of .* would arrive at 4e\\+10 s"),
     ],
 )

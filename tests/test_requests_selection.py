@@ -162,6 +162,8 @@ def test_times_that_are_not_there_cannot_be_scaled(tmp_path: Path) -> None:
         SettingError, match=r"--rate is 1e-12: request 2 of .* would arrive at .* greater one"
     ):
         select_requests(trace, num_requests=None, rate=1e-12)
+    with pytest.raises(SettingError, match=r"--rate is 1e-315: request 2 of .* would arrive at inf s"):
+        select_requests(trace, num_requests=None, rate=1e-315)
     assert select_requests(trace, num_requests=None, rate=1 / MAX_SPAN_S * 10).span_s < MAX_SPAN_S
 
 
