@@ -46,11 +46,13 @@ def convert_command(
     out: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Parquet file to write.")],
     sort: Sort = False,
 ) -> None:
-    """Convert a request trace to Parquet, which loads fastest."""
+    """Convert a request trace to Parquet, which loads fastest and keeps the prompts."""
     from ..traces.request_info import convert_requests
 
     info = convert_requests(file, out, sort=sort)
-    print(f"{out}: {info.requests:,} requests over {info.span_s:,.1f} s, from {info.format} {info.container}")
+    over = "" if info.span_s is None else f" over {info.span_s:,.1f} s"
+    print(f"{out}: {info.requests:,} requests{over}, from {info.format} {info.container}")
+    _print_left_out(info)
 
 
 @trace_app.command("import")
@@ -90,14 +92,23 @@ def import_command(
 def _print_info(info: TraceInfo) -> None:
     from rich.table import Table
 
+    from ..traces.request_conversations import LENGTH_RULE
     from .formats import console, number
 
     evidence = "SYNTHETIC" if info.synthetic else "RECORDED"
     print(f"{info.path}: {info.format} {info.container}, {evidence}")
     print(f"requests      {info.requests:,}")
-    print(f"span          {info.span_s:,.1f} s")
-    print(f"rate          {number(info.rate_per_s)} requests/s")
-    print(f"CV of gaps    {number(info.gap_cv)} (1 = Poisson)")
+    _print_left_out(info)
+    if info.span_s is None:
+        print("arrivals      none in the trace; ASSUMED in a run: all at 0 s, or Poisson with --rate")
+    else:
+        print(f"span          {info.span_s:,.1f} s")
+        print(f"rate          {number(info.rate_per_s)} requests/s")
+        print(f"CV of gaps    {number(info.gap_cv)} (1 = Poisson)")
+    if info.lengths_estimated:
+        print(f"token counts  ASSUMED: {LENGTH_RULE} of the text")
+    if info.has_prompts:
+        print("prompts       with their text")
     table = Table(box=None, pad_edge=False)
     for name in ("", "mean", "min", "p50", "p90", "p99", "max"):
         table.add_column(name, justify="right" if name else "left")
@@ -109,3 +120,8 @@ def _print_info(info: TraceInfo) -> None:
         gap = info.gap_s
         table.add_row("gap, s", *(number(v) for v in (gap.mean, gap.min, gap.p50, gap.p90, gap.p99, gap.max)))
     console().print(table)
+
+
+def _print_left_out(info: TraceInfo) -> None:
+    if info.left_out:
+        print(f"left out      {info.left_out:,} {info.left_out_reason}")

@@ -18,7 +18,15 @@ COLUMNS = {
     "azure": ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
     "vidur": ("arrived_at", "num_prefill_tokens", "num_decode_tokens"),
     "mooncake": ("timestamp", "input_length", "output_length"),
+    "splitwise": ("arrival_timestamp", "prompt_size", "token_size"),
+    "burstgpt": ("Timestamp", "Request tokens", "Response tokens"),
 }
+
+FURTHER = {
+    "splitwise": {"request_id": "0", "request_type": "2", "application_id": "0", "batch_size": "1"},
+    "burstgpt": {"Model": "GPT-4", "Total tokens": "9", "Log Type": "Conversation log"},
+}
+"""Columns that the publishers' files have beside those."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +59,51 @@ def decimal(ticks: int, digits: int) -> str:
 
 
 def write_text(path: Path, form: str, rows: Rows, look: Look) -> None:
-    """Azure and Vidur as CSV, Mooncake as JSON lines."""
+    """Mooncake as JSON lines, the others as CSV."""
     if form == "mooncake":
         lines = [_json_line(row, look) for row in rows]
     else:
-        lines = [_csv_line(COLUMNS[form], "note", look)]
+        further = FURTHER.get(form, {})
+        lines = [_csv_line((*further, *COLUMNS[form]), "note", look)]
         for ticks, prompt, output in rows:
             time = date(ticks, look.zone) if form == "azure" else decimal(ticks, 9)
-            lines.append(_csv_line((time, str(prompt), str(output)), "x", look))
+            lines.append(_csv_line((*further.values(), time, str(prompt), str(output)), "x", look))
     text = look.newline.join(lines) + (look.newline if look.last_newline else "")
     data = text.encode("utf-8-sig" if look.bom else "utf-8")
+    path.write_bytes(gzip.compress(data) if look.gzipped else data)
+
+
+Conversation = list[tuple[str, str | None]]
+"""(who speaks, what)"""
+
+KEYS = {"sharegpt": ("conversations", "from", "value"), "lmsys": ("conversation", "role", "content")}
+
+
+def write_conversations(
+    path: Path, form: str, conversations: list[Conversation], container: str, look: Look
+) -> None:
+    """ShareGPT or LMSYS as one JSON array (pretty where `look.quoted`), as JSON lines, or as Parquet."""
+    column, who, what = KEYS[form]
+    records = []
+    for number, conversation in enumerate(conversations):
+        turns = [{what: text, who: speaker} for speaker, text in conversation]
+        record: dict[str, object] = {"id": f"c{number}", column: turns}
+        if look.extra_column:
+            record = {"language": 'French ]}"\\', "moderation": [{"flagged": False}], **record}
+        records.append(record)
+    if container == "parquet":
+        turn = pa.struct([(what, pa.string()), (who, pa.string())])
+        cells = pa.array([record[column] for record in records], pa.list_(turn))
+        pq.write_table(pa.table({"id": [record["id"] for record in records], column: cells}), path)
+        return
+    if container == "jsonl":
+        text = look.newline.join(
+            json.dumps(record, ensure_ascii=not look.reverse_columns) for record in records
+        )
+    else:
+        text = json.dumps(records, ensure_ascii=not look.reverse_columns, indent=1 if look.quoted else None)
+        text = text.replace("\n", look.newline)
+    data = (text + (look.newline if look.last_newline else "")).encode("utf-8-sig" if look.bom else "utf-8")
     path.write_bytes(gzip.compress(data) if look.gzipped else data)
 
 
@@ -90,3 +133,8 @@ def write_parquet(path: Path, form: str, rows: Rows, time_type: str, count_type:
     }[time_type]()
     counts = [pa.array([row[place] for row in rows]).cast(count_type) for place in (1, 2)]
     pq.write_table(pa.table([times, *counts], names=COLUMNS[form]), path, row_group_size=7)
+
+
+def invalid_utf8() -> pa.Array:
+    """Two texts, as a Parquet file may hold them although the second is not UTF-8."""
+    return pa.Array.from_buffers(pa.string(), 2, pa.array([b"1", b"\xff"]).buffers())

@@ -14,7 +14,7 @@ from finemoe.errors import SettingError, TraceError
 from finemoe.traces.requests import Request, RequestTrace, open_requests, select_requests
 from hypothesis import given
 from hypothesis import strategies as st
-from request_writers import Look, Rows, write_parquet, write_text
+from request_writers import COLUMNS, Look, Rows, write_parquet, write_text
 from shared_data import shared
 
 AZURE_START = 1_700_158_546_680_590_000  # 2023-11-16 18:15:46.68059
@@ -67,9 +67,7 @@ def check(trace: RequestTrace, rows: Rows, batch_rows: int = 8192) -> None:
     assert {batch.arrival_s.dtype for batch in batches} == {np.dtype(np.float64)}
 
 
-@given(
-    rows=tables(), form=st.sampled_from(["azure", "vidur", "mooncake"]), look=looks, batch=st.integers(1, 40)
-)
+@given(rows=tables(), form=st.sampled_from(list(COLUMNS)), look=looks, batch=st.integers(1, 40))
 def test_text_round_trip(folder: Path, rows: Rows, form: str, look: Look, batch: int) -> None:
     path = folder / "trace.parquet"  # a misleading name on purpose
     write_text(path, form, rows, look)
@@ -81,7 +79,7 @@ def test_text_round_trip(folder: Path, rows: Rows, form: str, look: Look, batch:
 
 @given(
     rows=tables(start=AZURE_START),
-    form=st.sampled_from(["azure", "vidur", "mooncake"]),
+    form=st.sampled_from(list(COLUMNS)),
     time_type=st.sampled_from(["text", "dictionary", "dates", "zoned dates"]),
     count_type=st.sampled_from(
         [pa.int64(), pa.uint32(), pa.uint64(), pa.float64(), pa.string(), pa.large_string()]
@@ -96,7 +94,7 @@ def test_parquet_round_trip(
     check(open_requests(path), rows, batch)
 
 
-@given(rows=tables(start=0), form=st.sampled_from(["azure", "vidur", "mooncake"]))
+@given(rows=tables(start=0), form=st.sampled_from(list(COLUMNS)))
 def test_parquet_with_times_as_numbers(folder: Path, rows: Rows, form: str) -> None:
     path = folder / "numbers"
     write_parquet(path, form, rows, "number", pa.int64())
@@ -191,13 +189,13 @@ def test_selection_equals_slicing(folder: Path, rows: Rows, start: int, count: i
     write_text(folder / "slice.csv", "azure", rows, Look())
     trace = open_requests(folder / "slice.csv")
     expected = rows[start:] if count is None else rows[start : start + count]
-    chosen = select_requests(trace, num_requests=count, start=start)
     if not expected:
         with pytest.raises(
             TraceError, match=rf"start = {start}, but the trace has {len(rows)} requests.*below"
         ):
-            list(chosen)
+            select_requests(trace, num_requests=count, start=start)
         return
+    chosen = select_requests(trace, num_requests=count, start=start)
     assert list(chosen) == [
         Request(start + place, (tick - expected[0][0]) / 1e9, prompt, output)
         for place, (tick, prompt, output) in enumerate(expected)
@@ -210,7 +208,7 @@ def test_selection_stops_reading(tmp_path: Path) -> None:
     path.write_text(text)
     assert len(list(select_requests(open_requests(path), num_requests=8000))) == 8000
     with pytest.raises(TraceError, match="row 10001"):
-        list(select_requests(open_requests(path), num_requests=None))
+        select_requests(open_requests(path), num_requests=None)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +222,12 @@ def test_selection_stops_reading(tmp_path: Path) -> None:
         ({"rate": 1.0, "time_scale": 2.0}, "rate = 1 and time_scale = 2: give one of them"),
         ({"prompt_tokens": 0}, "prompt_tokens = 0"),
         ({"output_tokens": 2**32}, "output_tokens = 4294967296"),
+        ({"sample": 0}, "sample = 0: must be 1 to"),
+        ({"sample": 6}, "sample = 6, but only 5 requests of .* are selected. Give at most 5"),
+        ({"sample": 3, "num_requests": 2}, "sample = 3, but only 2 requests"),
+        ({"seed": -1}, "seed = -1: must be 0 to"),
+        ({"time_scale": 1e9}, "--time-scale is 1e\\+09: request 4 of .* would arrive at 1.5e\\+10 s"),
+        ({"rate": 1e-10}, "--rate is 1e-10: request 4 of .* would arrive at 4e\\+10 s"),
     ],
 )
 def test_bad_selections_are_refused_at_once(tmp_path: Path, options: dict[str, float], message: str) -> None:
@@ -235,7 +239,7 @@ def test_bad_selections_are_refused_at_once(tmp_path: Path, options: dict[str, f
 def test_no_rate_for_requests_that_arrive_at_once(tmp_path: Path) -> None:
     trace = vidur(tmp_path, [(0, 1, 1), (0, 2, 2)])
     with pytest.raises(SettingError, match=r"rate = 2: the 2 selected requests .* arrive at once"):
-        list(select_requests(trace, num_requests=2, rate=2.0))
+        select_requests(trace, num_requests=2, rate=2.0)
 
 
 def columns(trace: RequestTrace) -> Iterator[np.ndarray[tuple[int], np.dtype[np.float64]]]:

@@ -20,7 +20,7 @@ from finemoe.traces.request_info import (
     trace_info,
 )
 from finemoe.traces.requests import RequestTrace, open_requests
-from request_writers import Look, Rows, write_text
+from request_writers import COLUMNS, Look, Rows, write_text
 from scipy.stats import spearmanr
 from shared_data import shared
 
@@ -96,14 +96,14 @@ def records(trace: RequestTrace) -> list[tuple[int, int, int]]:
     ]
 
 
-@pytest.mark.parametrize("form", ["azure", "vidur", "mooncake"])
+@pytest.mark.parametrize("form", list(COLUMNS))
 def test_convert_keeps_every_request(tmp_path: Path, form: str) -> None:
     rows = [(tick * 123_456_789_100, tick % 97 + 1, tick % 31 + 1) for tick in range(1000)]
     write_text(tmp_path / "in", form, rows, Look(gzipped=True, extra_column=True))
     info = convert_requests(tmp_path / "in", tmp_path / "out.parquet")
     assert info == trace_info(tmp_path / "in")
     copy = open_requests(tmp_path / "out.parquet")
-    assert (copy.format, copy.layout.container, copy.synthetic) == ("azure", "parquet", False)
+    assert (copy.format, copy.layout.container, copy.synthetic) == (form, "parquet", False)
     assert records(copy) == rows
     schema = pq.read_schema(tmp_path / "out.parquet")
     assert schema.names == ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from finemoe.errors import TraceError
 from finemoe.traces.requests import open_requests
-from request_writers import COLUMNS, write_parquet
+from request_writers import COLUMNS, invalid_utf8, write_parquet
 
 HEADER = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
 POSITIVE = "Write a positive whole number."
@@ -128,7 +128,7 @@ def test_the_first_bad_row_is_named_whatever_its_column(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "parts"),
     [
-        (b"", ["the file is empty.", "Give a CSV, JSON-lines or Parquet file"]),
+        (b"", ["the file is empty.", "Give a CSV, JSON or Parquet file"]),
         (b"\xef\xbb\xbf", ["the file has no header line."]),
         (b"\n\n", ["the file has no header line."]),
         (
@@ -164,6 +164,14 @@ def test_the_first_bad_row_is_named_whatever_its_column(tmp_path: Path) -> None:
             HEADER.encode() + b"1,1,1\n2,1\n",
             ["row 2: 2 cells, but 3 columns ('2,1').", "Repair or remove the row."],
         ),
+        (
+            HEADER.encode() + (b"1,1,1" + b" " * 500 + b"\n") * 3000 + b"2,\xff\n",
+            ["row 3001: 2 cells, but 3 columns ('2,"],
+        ),
+        (
+            HEADER.encode() + b"1,1,1" + b" " * (2 << 20) + b"\n2,1,1\n",
+            ["a row of more than 1 MiB. Shorten it, or convert the file to JSON lines."],
+        ),
         (HEADER.encode() + b"1,1,1\n\n2,1,3,4\n", ["row 2: 4 cells, but 3 columns ('2,1,3,4')."]),
         (
             bytes(range(128, 256)) * 9,
@@ -193,7 +201,10 @@ GOOD_LINE = b'{"timestamp": 0, "input_length": 2, "output_length": 3}\n'
         (b'{"timestamp": 1} 5', ["row 2: not valid JSON"]),
         (
             b'{"timestamp": 1, "input_length": 2}',
-            ["row 2: missing column output_length (found: timestamp, input_length).", "Every line needs it."],
+            [
+                "row 2: missing column output_length (found: 'timestamp', 'input_length').",
+                "Every record needs it.",
+            ],
         ),
         (
             b'{"timestamp": 1, "input_length": null, "output_length": 3}',
@@ -221,10 +232,6 @@ def test_bad_json_lines(tmp_path: Path, line: bytes, parts: list[str]) -> None:
     message = refusal_of(tmp_path, GOOD_LINE + b"\n" + line + b"\n" + GOOD_LINE)
     for part in parts:
         assert part in message
-
-
-def test_a_json_array_is_refused_at_row_1(tmp_path: Path) -> None:
-    assert refusal_of(tmp_path, b"[" + GOOD_LINE.strip() + b"]").startswith("row 1: not a JSON object")
 
 
 def test_missing_file_and_directory(tmp_path: Path) -> None:
@@ -332,6 +339,17 @@ def test_bad_parquet_times(tmp_path: Path, times: pa.Array, message: str) -> Non
     ones = pa.array([1, 1, 1])
     pq.write_table(pa.table([times, ones, ones], names=COLUMNS["azure"]), path)
     assert refusal(path).startswith(message)
+
+
+def test_parquet_text_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    ones, bad = pa.array([1, 1]), invalid_utf8()
+    for place, column in enumerate(COLUMNS["azure"]):
+        columns = [bad if place == other else ones for other in range(3)]
+        pq.write_table(pa.table(columns, names=COLUMNS["azure"]), path)
+        message = refusal(path)
+        assert message.startswith(f"row 2, column {column}: a t")
+        assert "cannot be read ('\\\\xff')" in message
 
 
 def test_parquet_without_rows_or_columns(tmp_path: Path) -> None:

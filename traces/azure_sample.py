@@ -26,7 +26,7 @@ from scipy.special import ndtr, ndtri
 from .request_files import EVIDENCE_KEY, SYNTHETIC
 from .request_formats import SECOND
 from .request_info import QUANTILE_GRID, parquet_schema, parquet_table
-from .requests import RequestBatch
+from .request_trace import RequestBatch
 
 Floats = npt.NDArray[np.float64]
 
@@ -90,8 +90,9 @@ def write_sample(path: Path, rng: np.random.Generator) -> None:
         b"finemoe.source": b"finemoe.traces.azure_sample: drawn from published quantiles, not records, of "
         b"AzureLLMInferenceTrace_conv.csv (Azure/AzurePublicDataset, CC-BY-4.0)",
     }
-    with pq.ParquetWriter(path, parquet_schema(metadata)) as writer:
-        writer.write_table(parquet_table(sample_requests(SAMPLE_REQUESTS, rng), metadata))
+    schema = parquet_schema(metadata)
+    with pq.ParquetWriter(path, schema) as writer:
+        writer.write_table(parquet_table(sample_requests(SAMPLE_REQUESTS, rng), schema))
 
 
 def _normal(rng: np.random.Generator, count: int) -> Floats:

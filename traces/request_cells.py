@@ -38,20 +38,54 @@ _PLAIN_DATE = r"^(19|20|21)[0-9]{2}-[0-9]{2}-[0-9]{2}[ T][0-9]{2}:[0-9]{2}:[0-9]
 
 @dataclass(frozen=True)
 class Fault:
-    """The first bad cell of a column: its row in the batch (0-based), what is wrong with it, what to do."""
+    """The first bad cell of a column: its row in the batch (0-based), what is wrong with it, what to do.
+
+    `path` leads to the bad part of a cell that has parts, as "[0].value".
+    """
 
     row: int
     problem: str
     remedy: str
+    path: str = ""
 
 
 class _BadCellError(Exception):
     """problem and remedy of one cell."""
 
 
-def read_counts(cells: pa.Array) -> tuple[Int64s, Fault | None]:
-    """Token counts of 1 to 2³¹. With a fault, the values before it."""
-    return _read(cells, _counts_at_once, _count)
+def read_counts(cells: pa.Array, least: int = 1) -> tuple[Int64s, Fault | None]:
+    """Token counts of `least` (0 or 1) to 2³¹. With a fault, the values before it."""
+    return _read(
+        cells, lambda plain: _counts_at_once(plain, least), lambda cell: _count(cell, allow_zero=least == 0)
+    )
+
+
+def check_constant(cells: pa.Array, value: int, problem: str, remedy: str) -> Fault | None:
+    """The first cell that is anything but the number `value`."""
+    counts = _counts_at_once(_decoded(cells), 0) if cells.null_count == 0 else None
+    if counts is not None and np.all(counts == value):
+        return None
+    for row, cell in enumerate(cells):
+        text = (_text(cell) or "").strip()
+        if not _NUMBER.fullmatch(text) or Decimal(text) != value:
+            return Fault(row, f"{problem} ({show(cell)}).", remedy)
+    return None
+
+
+def read_texts(cells: pa.Array) -> tuple[pa.Array, Fault | None]:
+    """Texts (large_string), null where a cell is null or empty. With a fault, no texts at all."""
+    cells = _decoded(cells)
+    if is_text(cells.type) or pa.types.is_null(cells.type):
+        try:
+            # Through bytes: only that checks text that a Parquet file calls UTF-8.
+            texts = cells.cast(pa.large_binary()).cast(pa.large_string())
+            return pc.if_else(pc.equal(texts, ""), pa.scalar(None, texts.type), texts), None
+        except pa.ArrowInvalid:
+            bad = next(row for row, cell in enumerate(cells) if not _is_utf8(cell))
+            return None, Fault(bad, f"the text is not UTF-8 ({show(cells[bad])}).", "Write it in UTF-8.")
+    return None, Fault(
+        0, f"the column holds {cells.type}, not text ({show(cells[0])}).", "Write text, or drop it."
+    )
 
 
 def read_ticks(cells: pa.Array, ticks_per_unit: int) -> tuple[Int64s, Fault | None]:
@@ -64,8 +98,7 @@ def read_ticks(cells: pa.Array, ticks_per_unit: int) -> tuple[Int64s, Fault | No
 def _read(
     cells: pa.Array, at_once: Callable[[pa.Array], Int64s | None], one: Callable[[Any], int]
 ) -> tuple[Int64s, Fault | None]:
-    if pa.types.is_dictionary(cells.type):
-        cells = cells.dictionary_decode()
+    cells = _decoded(cells)
     values = at_once(cells) if cells.null_count == 0 else None
     if values is not None:
         return values, None
@@ -81,6 +114,18 @@ def _read(
     return np.array(done, np.int64), fault
 
 
+def _decoded(cells: pa.Array) -> pa.Array:
+    return cells.dictionary_decode() if pa.types.is_dictionary(cells.type) else cells
+
+
+def _is_utf8(cell: Any) -> bool:
+    try:
+        value = cell.as_py()
+        return not isinstance(value, bytes) or value.decode() is not None
+    except UnicodeDecodeError:
+        return False
+
+
 def show(cell: Any) -> str:
     """A cell as the file has it, shortened."""
     value = _text(cell)
@@ -93,7 +138,10 @@ def _text(cell: Any) -> str | None:
         return None
     if pa.types.is_timestamp(cell.type):
         return str(cell.cast(pa.string()))
-    value = cell.as_py()
+    try:
+        value = cell.as_py()
+    except UnicodeDecodeError:
+        value = cell.as_buffer().to_pybytes() if is_text(cell.type) else b"text that is not UTF-8"
     return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
 
 
@@ -105,7 +153,8 @@ def _integers(floats: npt.NDArray[np.float64]) -> Int64s:
     return floats.astype(np.int64)
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Whether cells of this type are text, as str or as bytes."""
     return bool(
         pa.types.is_string(kind)
         or pa.types.is_binary(kind)
@@ -117,9 +166,9 @@ def _is_text(kind: pa.DataType) -> bool:
 # --- token counts ------------------------------------------------------------------------------------------
 
 
-def _counts_at_once(cells: pa.Array) -> Int64s | None:
+def _counts_at_once(cells: pa.Array, least: int) -> Int64s | None:
     kind = cells.type
-    if _is_text(kind):
+    if is_text(kind):
         if not _looks(cells, _PLAIN_COUNT):
             return None
         values = cells.cast(pa.string()).cast(pa.int64()).to_numpy(zero_copy_only=False)
@@ -132,14 +181,14 @@ def _counts_at_once(cells: pa.Array) -> Int64s | None:
         values = _integers(floats)
     else:
         return None
-    return values if np.all((values >= 1) & (values <= MAX_TOKENS)) else None
+    return values if np.all((values >= least) & (values <= MAX_TOKENS)) else None
 
 
-def _count(cell: Any) -> int:
+def _count(cell: Any, *, allow_zero: bool) -> int:
     number = _number(_text(cell), "a token count", "a positive whole number")
     if number < 0:
         raise _BadCellError("a negative token count", "Write a positive whole number.")
-    if number == 0:
+    if number == 0 and not allow_zero:
         raise _BadCellError("zero tokens", "Remove the row: a request needs a prompt and an output.")
     if number > MAX_TOKENS:
         raise _BadCellError(f"more than {MAX_TOKENS} tokens", "Check the unit of the column.")
@@ -165,7 +214,7 @@ def _number(text: str | None, what: str, wanted: str) -> Decimal:
 
 def _ticks_at_once(cells: pa.Array, ticks_per_unit: int) -> Int64s | None:
     kind = cells.type
-    if _is_text(kind):
+    if is_text(kind):
         return _text_ticks_at_once(cells, ticks_per_unit)
     if pa.types.is_timestamp(kind):
         try:

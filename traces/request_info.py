@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,18 @@ import pyarrow.parquet as pq
 from ..errors import TraceError
 from .files import check_replaceable, partial_of, unwritable
 from .request_cells import Int64s
-from .request_files import EVIDENCE_KEY, SYNTHETIC
-from .request_formats import AZURE, SECOND
-from .requests import RequestBatch, RequestTrace, open_requests
+from .request_conversations import LENGTH_RULE
+from .request_files import (
+    ARRIVALS_KEY,
+    ASSUMED,
+    EVIDENCE_KEY,
+    FORMAT_KEY,
+    LENGTHS_KEY,
+    NO_ARRIVALS,
+    SYNTHETIC,
+)
+from .request_formats import AZURE, AZURE_UNTIMED, SECOND
+from .request_trace import RequestBatch, RequestTrace, open_requests
 
 QUANTILE_GRID = (0.0, 0.01, *(step / 20 for step in range(1, 20)), 0.99, 0.995, 0.999, 0.9999, 1.0)
 """The probabilities at which `Distribution.quantiles` are given."""
@@ -42,18 +52,25 @@ class Distribution(msgspec.Struct, frozen=True):
 class TraceInfo(msgspec.Struct, frozen=True):
     """Statistics of a request trace.
 
+    `format` is the format's name, also of a copy that `convert_requests` made. `left_out` rows hold no
+    request, for `left_out_reason`. `lengths_estimated`: token counts are ASSUMED, from the text's length.
     `span_s` is first to last arrival, `rate_per_s` (n − 1)/span, `gap_cv` standard deviation / mean of the
     gaps between arrivals; `gap_rank_correlation` Spearman's ρ between gaps GAP_LAGS requests apart,
-    `length_rank_correlation` that between prompt and output tokens. None where the trace is too short, or
-    has no spread, for the figure to exist.
+    `length_rank_correlation` that between prompt and output tokens. None where the trace has no arrival
+    times, is too short, or has no spread, for the figure to exist.
     """
 
     path: str
     format: str
     container: str
     synthetic: bool
+    has_arrivals: bool
+    lengths_estimated: bool
+    has_prompts: bool
     requests: int
-    span_s: float
+    left_out: int
+    left_out_reason: str
+    span_s: float | None
     rate_per_s: float | None
     gap_cv: float | None
     gap_s: Distribution | None
@@ -75,10 +92,12 @@ def trace_info(path: str | Path, *, sort: bool = False) -> TraceInfo:
 def convert_requests(src: str | Path, dst_parquet: str | Path, *, sort: bool = False) -> TraceInfo:
     """Write a trace as Parquet with Azure's columns and describe it.
 
-    `TIMESTAMP` is timestamp[ns] (counted from 1970 where the source has no dates), `ContextTokens` and
-    `GeneratedTokens` are int64; other columns are dropped; the SYNTHETIC label is kept. `dst_parquet` is
-    replaced in one step when all is written: on any failure it stays as it was. Raises TraceError for a bad
-    source, and for a destination that exists and is not a Parquet file.
+    `TIMESTAMP` is timestamp[ns] (counted from 1970 where the source has no dates, absent where it has no
+    arrival times), `ContextTokens` and `GeneratedTokens` are int64, `prompt` is the text where the source has
+    it; other columns are dropped. The schema's metadata keep what the copy would not show: the format, and
+    the labels SYNTHETIC and ASSUMED. `dst_parquet` is replaced in one step when all is written: on any
+    failure it stays as it was. Raises TraceError for a bad source, and for a destination that exists and is
+    not a Parquet file.
     """
     trace = open_requests(src, sort=sort)
     dst = Path(dst_parquet)
@@ -87,13 +106,14 @@ def convert_requests(src: str | Path, dst_parquet: str | Path, *, sort: bool = F
             raise TraceError(dst, "source and destination are the same file.", remedy="Choose another name.")
     check_replaceable(dst)
     summary = _Summary()
-    metadata = {EVIDENCE_KEY: SYNTHETIC.encode()} if trace.synthetic else {}
+    schema = parquet_schema(_labels(trace), timed=trace.has_arrivals, prompts=trace.has_prompts)
     partial = partial_of(dst)
     try:
-        with partial.open("xb") as file, pq.ParquetWriter(file, parquet_schema(metadata)) as writer:
-            for batch in trace.batches(rows=65_536):
-                summary.add(batch)
-                writer.write_table(parquet_table(batch, metadata))
+        with partial.open("xb") as file, pq.ParquetWriter(file, schema) as writer:
+            for batch in trace.batches(rows=65_536, prompts=True):
+                summary.add(replace(batch, prompts=None))
+                if len(batch):
+                    writer.write_table(parquet_table(batch, schema))
         info = summary.result(trace)
         os.replace(partial, dst)
     except OSError as error:
@@ -104,17 +124,34 @@ def convert_requests(src: str | Path, dst_parquet: str | Path, *, sort: bool = F
     return info
 
 
-def parquet_schema(metadata: dict[bytes, bytes]) -> pa.Schema:
-    """Azure's columns, with schema metadata."""
-    types = (pa.timestamp("ns"), pa.int64(), pa.int64())
-    return pa.schema(list(zip(AZURE.columns, types, strict=True)), metadata=metadata)
+def parquet_schema(metadata: dict[bytes, bytes], *, timed: bool = True, prompts: bool = False) -> pa.Schema:
+    """Azure's columns, with schema metadata; without times, and with prompts, where so wanted."""
+    fields = [(AZURE.time, pa.timestamp("ns"))] if timed else []
+    fields += [(name, pa.int64()) for name in AZURE_UNTIMED.columns]
+    fields += [(AZURE.text, pa.large_string())] if prompts else []
+    return pa.schema(fields, metadata=metadata)
 
 
-def parquet_table(batch: RequestBatch, metadata: dict[bytes, bytes]) -> pa.Table:
-    """A batch as a table of that schema."""
-    ticks = pa.array(batch.ticks).cast(pa.timestamp("ns"))
-    columns = [ticks, pa.array(batch.prompt_tokens), pa.array(batch.output_tokens)]
-    return pa.table(columns, schema=parquet_schema(metadata))
+def parquet_table(batch: RequestBatch, schema: pa.Schema) -> pa.Table:
+    """A batch as a table of such a schema."""
+    columns = {
+        AZURE.time: pa.array(batch.ticks).cast(pa.timestamp("ns")),
+        AZURE.prompt: pa.array(batch.prompt_tokens),
+        AZURE.output: pa.array(batch.output_tokens),
+        AZURE.text: batch.prompts,
+    }
+    return pa.table([columns[name] for name in schema.names], schema=schema)
+
+
+def _labels(trace: RequestTrace) -> dict[bytes, bytes]:
+    labels = {FORMAT_KEY: trace.format.encode()}
+    if trace.synthetic:
+        labels[EVIDENCE_KEY] = SYNTHETIC.encode()
+    if not trace.has_arrivals:
+        labels[ARRIVALS_KEY] = NO_ARRIVALS
+    if trace.lengths_estimated:
+        labels[LENGTHS_KEY] = ASSUMED + f": {LENGTH_RULE}".encode()
+    return labels
 
 
 class _Summary:
@@ -130,17 +167,23 @@ class _Summary:
         ticks = np.concatenate([batch.ticks for batch in self._batches])
         prompts = np.concatenate([batch.prompt_tokens for batch in self._batches])
         outputs = np.concatenate([batch.output_tokens for batch in self._batches])
+        left_out = sum(batch.left_out for batch in self._batches)
         self._batches.clear()
         span_s = (int(ticks[-1]) - int(ticks[0])) / SECOND
-        gaps = np.diff(ticks)
+        gaps = np.diff(ticks) if trace.has_arrivals else ticks[:0]
         gap_s = _distribution(gaps / SECOND) if len(gaps) else None
         return TraceInfo(
             path=str(trace.path),
             format=trace.format,
             container=trace.layout.container,
             synthetic=trace.synthetic,
+            has_arrivals=trace.has_arrivals,
+            lengths_estimated=trace.lengths_estimated,
+            has_prompts=trace.has_prompts,
             requests=len(ticks),
-            span_s=span_s,
+            left_out=left_out,
+            left_out_reason=trace.form.left_out if left_out else "",
+            span_s=span_s if trace.has_arrivals else None,
             rate_per_s=len(gaps) / span_s if span_s > 0 else None,
             gap_cv=float(gaps.std() / gaps.mean()) if span_s > 0 else None,
             gap_s=gap_s,
