@@ -33,6 +33,21 @@ def simulate_command(
     ] = None,
     model: Annotated[Text, _option("Model by name, or a config.json. [mixtral-8x7b]", "NAME|FILE")] = None,
     hardware: Annotated[Text, _option("Machine by name, or a profile. [rtx3090x6]", "NAME|FILE")] = None,
+    set_: Annotated[
+        list[str] | None,
+        _option(
+            "A figure of the machine, changed, such as link.bandwidth=55GB/s; repeat.", "A.B=VALUE", "--set"
+        ),
+    ] = None,
+    host_memory: Annotated[
+        Text, _option("Host memory; experts that do not fit are on the SSD. [the machine's]", "64GB")
+    ] = None,
+    dense: Annotated[
+        Text, _option("Devices with dense weights and KV cache. [device0]", "device0|replicated")
+    ] = None,
+    peer_link: Annotated[
+        Text, _option("What activations take between devices. [nvlink]", "nvlink|pcie")
+    ] = None,
     policy: Annotated[Text, _option("Systems with commas between them, or all. [finemoe]", "A,B|all")] = None,
     expert_cache: Annotated[
         Text,
@@ -95,6 +110,10 @@ def simulate_command(
         "trace": trace,
         "model": model,
         "hardware": hardware,
+        "set": set_ or None,
+        "host_memory": host_memory,
+        "dense": dense,
+        "peer_link": peer_link,
         "policy": policy,
         "expert_cache": expert_cache,
         "expert_dtype": expert_dtype,

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..calibration.profile import HardwareProfile, load_profile
+from ..calibration.profile import HardwareProfile, load_machine
 from ..errors import CapacityError, SettingError
 from ..policy.models import ModelSpec, load_model_spec
 from ..policy.system import System
@@ -69,7 +69,12 @@ def make_plan(settings: RunSettings) -> Plan:
     """
     systems = find_systems(settings.policy)
     model = load_model_spec(settings.model)
-    profile = load_profile(settings.hardware)
+    profile = load_machine(
+        settings.hardware,
+        settings.set,
+        host_memory=settings.host_memory,
+        peer_needed=settings.peer_link == "nvlink",
+    )
     if settings.prefetch_distance is None:
         settings = msgspec.structs.replace(settings, prefetch_distance=model.prefetch_distance)
     sizes = {text: parse_cache_size(text, model, settings.expert_dtype) for text in settings.expert_cache}
@@ -169,7 +174,9 @@ def _cells(
                 cells.append(Cell(system, text, size, None, f"INACTIVE: {inactive[system.name]}"))
                 continue
             try:
-                memory = plan_memory(model, settings.expert_dtype, profile, size, min_kv_tokens=longest)
+                memory = plan_memory(
+                    model, settings.expert_dtype, profile, size, min_kv_tokens=longest, dense=settings.dense
+                )
                 cells.append(Cell(system, text, size, memory))
             except CapacityError as error:
                 cells.append(Cell(system, text, size, None, f"DOES NOT FIT: {error}"))
@@ -241,6 +248,10 @@ def _evidence(
         "routing_notes": routing.meta.notes,
         "routing_prefill": prefill or routing.meta.source.upper(),
         "hardware": dict(sorted(hardware.items())),
+        "hardware_sources": {
+            name: f"{value:g} {unit}: {source}" if unit != "1" else f"{value:g}: {source}"
+            for name, (value, unit, _, source) in profile.evidence().items()
+        },
         "prefetch_distance": model.prefetch_distance_evidence
         if "prefetch_distance" in settings.assumed
         else "given",

@@ -19,6 +19,8 @@ import msgspec
 from ..errors import SettingError
 from ..policy.model_spec import EXPERT_DTYPES, ExpertDtype
 from ..traces.files import unreadable_kind
+from .compute import PEER_LINKS, PeerLink
+from .memory import DENSE, Dense
 
 T = TypeVar("T", bound="str | int | float | None")
 
@@ -29,6 +31,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     trace: str  # path of a request trace
     model: str = "mixtral-8x7b"  # a name, or the path of a config.json
     hardware: str = "rtx3090x6"  # a name, or the path of a profile
+    set: tuple[str, ...] = ()  # figures of the profile, changed: "link.bandwidth=55GB/s"
+    host_memory: str | None = None  # in place of the profile's own; what does not fit is on the SSD
+    dense: Dense = "device0"  # where dense weights and KV cache are
+    peer_link: PeerLink = "nvlink"  # what activations take between devices
     policy: tuple[str, ...] = ("finemoe",)  # names of systems, or ("all",)
     expert_cache: tuple[str, ...] = ("24GB",)  # over all devices: bytes, a fraction of all experts, or slots
     expert_dtype: ExpertDtype = "bf16"
@@ -100,8 +106,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "backend": ("sim",),
+    "dense": DENSE,
     "expert_dtype": EXPERT_DTYPES,
     "frequency": ("run", "residency"),
+    "peer_link": PEER_LINKS,
     "preempt_scope": ("device", "all"),
 }
 _LEAST = {
@@ -123,6 +131,8 @@ _MOST = {"store_capacity": 1_000_000, "prefetch_distance": 4096, "seed": 2**63 -
 _ASSUMABLE = (
     "model",
     "hardware",
+    "dense",
+    "peer_link",
     "policy",
     "expert_cache",
     "expert_dtype",
@@ -137,7 +147,7 @@ _ASSUMABLE = (
     "preempt_scope",
 )
 _FIELDS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(RunSettings)}
-_LISTS = ("policy", "expert_cache")
+_LISTS = ("policy", "expert_cache", "set")
 _FILES = ("trace", "model", "hardware", "routing")  # names, or paths of files
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 

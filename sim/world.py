@@ -90,7 +90,14 @@ def plan_cell(inputs: CellInputs) -> MemoryPlan:
         else inputs.expert_cache_bytes
     )
     longest = max((r.prompt_tokens + r.output_tokens for r in inputs.requests), default=1)
-    return plan_memory(inputs.model, inputs.expert_dtype, inputs.profile, cache, min_kv_tokens=longest)
+    return plan_memory(
+        inputs.model,
+        inputs.expert_dtype,
+        inputs.profile,
+        cache,
+        min_kv_tokens=longest,
+        dense=inputs.settings.dense,
+    )
 
 
 def cell_options(inputs: CellInputs, plan: MemoryPlan) -> Options:
@@ -143,9 +150,17 @@ class _World:
         self._prepare(config)
         self._env = simpy.Environment()
         self._feed = Feed(model.layers, model.experts, inputs.routing.meta.embedding_width)
-        compute = ComputeModel(model, inputs.expert_dtype, inputs.profile)
+        compute = ComputeModel(model, inputs.expert_dtype, inputs.profile, peer_link=settings.peer_link)
         self._engine = Engine(
-            self._env, self._core, self._feed, model, compute, inputs.profile, inputs.system, distance
+            self._env,
+            self._core,
+            self._feed,
+            model,
+            compute,
+            inputs.profile,
+            inputs.system,
+            distance,
+            self._plan,
         )
         # Offline: one prompt after another, all there from the start.
         batch = 1 if settings.offline else settings.max_num_seqs
@@ -178,7 +193,7 @@ class _World:
             busy_s={name: value - before.busy_s[name] for name, value in now.busy_s.items()},
             simulated_s=env.now,
             counted_s=env.now - before.time_s,
-            notes=(*self._plan.warnings, *_inactive(self._inputs)),
+            notes=(*self._plan.warnings, *_inactive(self._inputs), *_ssd_note(now, before)),
         )
 
     def _reading(self) -> _Reading:
@@ -190,6 +205,10 @@ class _World:
             "compute": engine.compute_s,
             "search": engine.worker.busy_s,
         }
+        if engine.host_memory is not None:
+            host = engine.host_memory
+            counters |= {"host_hits": host.hits, "host_misses": host.misses, "ssd_bytes": host.bytes_read}
+            busy_s["ssd"] = host.busy_s
         return _Reading(self._env.now, counters, self._core.layer_counts(), busy_s)
 
     def _prepare(self, config: CoreConfig) -> None:
@@ -281,9 +300,13 @@ class _World:
             routing.speculation,
         )
         self._admitted_s[request.index] = self._env.now
+        if self._engine.placement is not None:
+            self._engine.placement.admit(state)
 
     def _finish(self, state: RequestState) -> None:
         request = state.request
+        if self._engine.placement is not None:
+            self._engine.placement.finish(state)
         self._feed.remove(request.index)
         admitted_s = self._admitted_s.pop(request.index)
         self._request_log.append(
@@ -306,6 +329,20 @@ class _Reading:
     counters: dict[str, int]
     per_layer: dict[str, NDArray[np.int64]]
     busy_s: dict[str, float]
+
+
+def _ssd_note(now: _Reading, before: _Reading) -> tuple[str, ...]:
+    """What the SSD did between two readings."""
+    if "ssd" not in now.busy_s:
+        return ()
+    names = ("host_hits", "host_misses", "ssd_bytes")
+    hits, misses, read = (now.counters[name] - before.counters[name] for name in names)
+    loads, span_s = max(1, hits + misses), max(now.time_s - before.time_s, 1e-300)
+    busy_s = now.busy_s["ssd"] - before.busy_s["ssd"]
+    return (
+        f"SSD: {read / 1e9:.4g} GB read, busy {busy_s / span_s:.1%} of the time; "
+        f"host memory had the expert of {hits / loads:.1%} of the loads",
+    )
 
 
 def _inactive(inputs: CellInputs) -> tuple[str, ...]:
