@@ -33,7 +33,7 @@ def simulate_command(
     ] = None,
     model: Annotated[Text, _option("Model by name, or a config.json. [mixtral-8x7b]", "NAME|FILE")] = None,
     hardware: Annotated[Text, _option("Machine by name, or a profile. [rtx3090x6]", "NAME|FILE")] = None,
-    set_: Annotated[
+    set: Annotated[
         list[str] | None,
         _option(
             "A figure of the machine, changed, such as link.bandwidth=55GB/s; repeat.", "A.B=VALUE", "--set"
@@ -110,7 +110,7 @@ def simulate_command(
         "trace": trace,
         "model": model,
         "hardware": hardware,
-        "set": set_ or None,
+        "set": set or None,
         "host_memory": host_memory,
         "dense": dense,
         "peer_link": peer_link,

@@ -249,8 +249,10 @@ def _evidence(
         "routing_prefill": prefill or routing.meta.source.upper(),
         "hardware": dict(sorted(hardware.items())),
         "hardware_sources": {
-            name: f"{value:g} {unit}: {source}" if unit != "1" else f"{value:g}: {source}"
-            for name, (value, unit, _, source) in profile.evidence().items()
+            profile.name: {
+                name: f"{value:g}{'' if unit == '1' else ' ' + unit} {label}: {source}"
+                for name, (value, unit, label, source) in profile.evidence().items()
+            }
         },
         "prefetch_distance": model.prefetch_distance_evidence
         if "prefetch_distance" in settings.assumed
