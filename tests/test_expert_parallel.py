@@ -101,7 +101,8 @@ def test_admission_by_the_total_never_overfills_a_device(
     placement, running, index = Placement(devices), list[RequestState](), 0
     for _ in range(data.draw(st.integers(1, 30))):
         size = data.draw(st.integers(1, longest))
-        if running and data.draw(st.booleans()):
+        leaves = data.draw(st.booleans())
+        if running and leaves:
             placement.finish(running.pop(data.draw(st.integers(0, len(running) - 1))))
         elif sum(placement.kv_tokens) + size <= limit:
             state = RequestState(Request(index, 0.0, size, 0))

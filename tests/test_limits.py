@@ -203,7 +203,7 @@ def test_activations_are_exchanged_once_per_layer_in_however_many_parts_it_goes_
 @pytest.mark.parametrize("devices", [1, 2])
 @each_offloading
 def test_an_ssd_that_costs_nothing_is_none(system: str, devices: int) -> None:
-    machine = small_machine(devices, ssd_latency_s=0.0, ssd_bandwidth=inf, host_memory_bytes=devices * 1e6)
+    machine = small_machine(devices, ssd_latency_s=0.0, ssd_bandwidth=inf, host_memory_bytes=devices * 10**6)
     free, none = (
         serve(a_cell(system, slots=8, machine=machine)) for machine in (machine, small_machine(devices))
     )
@@ -216,7 +216,7 @@ def test_an_ssd_that_costs_nothing_is_none(system: str, devices: int) -> None:
 
 def test_a_load_through_host_memory_of_one_expert_takes_a_read_and_a_copy() -> None:
     # Every load is a read of 0.02 + 0.5 ms and a copy of 0.01 + 0.1 ms, as nothing is used twice in a row.
-    machine = small_machine(ssd_latency_s=2e-5, ssd_bandwidth=2e9, host_memory_bytes=1e6)
+    machine = small_machine(ssd_latency_s=2e-5, ssd_bandwidth=2e9, host_memory_bytes=10**6)
     outcome = serve(a_cell("lru", slots=1, machine=machine, requests=[Request(0, 0.0, 5, 4)]))
     loads = outcome.counters["demand_loads"]
     assert (outcome.counters["host_hits"], outcome.counters["host_misses"]) == (0, loads)
@@ -229,7 +229,7 @@ def test_a_load_through_host_memory_of_one_expert_takes_a_read_and_a_copy() -> N
 def test_host_memory_of_every_expert_needs_no_ssd(system: str) -> None:
     experts = MODEL.routed_experts()
     short, enough = (
-        serve(a_cell(system, slots=8, machine=small_machine(host_memory_bytes=count * 1e6)))
+        serve(a_cell(system, slots=8, machine=small_machine(host_memory_bytes=count * 10**6)))
         for count in (experts - 1, experts)
     )
     assert short.counters["ssd_bytes"] > 0
