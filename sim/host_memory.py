@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import simpy
@@ -88,7 +88,15 @@ class HostMemory:
         self.hits = 0  # loads whose expert was here
         self.misses = 0
         self.bytes_read = 0
-        self.busy_s = 0.0
+        self.busy_s = 0.0  # of finished reads
+
+    def counters(self) -> dict[str, int]:
+        """What the results say of host memory and SSD."""
+        return {"host_hits": self.hits, "host_misses": self.misses, "ssd_bytes": self.bytes_read}
+
+    def busy_until(self, now_s: float) -> float:
+        """Seconds in which the SSD read until now, the read in progress included."""
+        return self.busy_s + (now_s - self._began_s if self._reader is not None else 0.0)
 
     def fetch(self, link: HostLink, expert: int, *, demand: bool) -> None:
         """Let the link copy the expert as soon as it is here."""
@@ -296,3 +304,14 @@ def make_links(
         HostLink(env, core, g, profile, copies, deliver, share, held, write_back=write_back) for g in devices
     ]
     return links, held
+
+
+def ssd_note(counters: Mapping[str, int], busy_s: float, span_s: float) -> tuple[str, ...]:
+    """What a run has to say of its SSD: nothing where nothing was loaded past it."""
+    loads = counters.get("host_hits", 0) + counters.get("host_misses", 0)
+    if not loads:
+        return ()
+    return (
+        f"SSD: {counters['ssd_bytes'] / 1e9:.4g} GB read, busy {busy_s / span_s:.1%} of the time; "
+        f"host memory had the expert of {counters['host_hits'] / loads:.1%} of the loads",
+    )

@@ -181,15 +181,18 @@ def whole_model_bytes(model: ModelSpec, dtype: ExpertDtype) -> int:
 def _host(
     model: ModelSpec, profile: HardwareProfile, experts: int, expert_bytes: int, *, whole_model: bool
 ) -> tuple[int, bool, tuple[str, ...]]:
-    """Experts that host memory holds, whether the others are on an SSD, and a warning if so."""
+    """Experts that host memory holds, whether the others are on an SSD, and a warning if so.
+
+    Devices that hold the whole model read each expert once at most, so they do without either.
+    """
     slots = profile.host_memory_bytes // expert_bytes
     if slots >= experts:
         return experts, False, ()
     hosted = f"host memory of {_size(profile.host_memory_bytes)}"
     wanted = f"the {experts} routed experts of {model.name}, {_size(experts * expert_bytes)}"
+    if whole_model and (profile.ssd_bandwidth is None or slots < profile.devices):
+        return experts, False, ()
     if profile.ssd_bandwidth is None:
-        if whole_model:  # nothing is left to serve
-            return experts, False, ()
         raise CapacityError(
             f"{profile.name}: {hosted} does not hold {wanted}, and there is no SSD. Use a smaller expert "
             "dtype, a larger host, or a profile with ssd_bandwidth and ssd_latency_s."
@@ -199,6 +202,8 @@ def _host(
             f"{profile.name}: {hosted} holds {slots} expert(s) of {_size(expert_bytes)}, but each of "
             f"{profile.devices} device(s) copies from one. Use more host memory or a smaller expert dtype."
         )
+    if whole_model:
+        return slots, True, ()
     text = f"{hosted} holds {slots} of {wanted}; the others are read from the SSD"
     return slots, True, (f"{text}. Give more host memory or a smaller expert dtype to avoid it.",)
 

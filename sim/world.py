@@ -16,6 +16,7 @@ from ..serving.scheduler import Scheduler
 from .compute import ComputeModel
 from .engine import Engine
 from .events import ARRIVAL, ENGINE, Timer
+from .host_memory import ssd_note
 from .memory import plan_memory, whole_model_bytes
 from .popularity import popularity, token_sums
 
@@ -183,6 +184,8 @@ class _World:
         counters = {name: value - before.counters[name] for name, value in now.counters.items()}
         counters["wasted_bytes"] += now.counters["unused_bytes"]  # left unused
         del counters["unused_bytes"]
+        busy_s = {name: value - before.busy_s[name] for name, value in now.busy_s.items()}
+        counted_s = now.time_s - before.time_s
         return CellOutcome(
             requests=self._request_log,
             iterations=self._engine.log,
@@ -190,10 +193,14 @@ class _World:
             per_layer={name: value - before.per_layer[name] for name, value in now.per_layer.items()},
             decisions=decision_table(core.take_log(), self._options) if self._log_iterations else None,
             memory_bytes=self._plan.peak_memory_bytes(self._peak_kv_tokens),
-            busy_s={name: value - before.busy_s[name] for name, value in now.busy_s.items()},
+            busy_s=busy_s,
             simulated_s=env.now,
-            counted_s=env.now - before.time_s,
-            notes=(*self._plan.warnings, *_inactive(self._inputs), *_ssd_note(now, before)),
+            counted_s=counted_s,
+            notes=(
+                *self._plan.warnings,
+                *_inactive(self._inputs),
+                *ssd_note(counters, busy_s.get("ssd", 0.0), counted_s),
+            ),
         )
 
     def _reading(self) -> _Reading:
@@ -206,9 +213,8 @@ class _World:
             "search": engine.worker.busy_s,
         }
         if engine.host_memory is not None:
-            host = engine.host_memory
-            counters |= {"host_hits": host.hits, "host_misses": host.misses, "ssd_bytes": host.bytes_read}
-            busy_s["ssd"] = host.busy_s
+            counters |= engine.host_memory.counters()
+            busy_s["ssd"] = engine.host_memory.busy_until(self._env.now)
         return _Reading(self._env.now, counters, self._core.layer_counts(), busy_s)
 
     def _prepare(self, config: CoreConfig) -> None:
@@ -329,20 +335,6 @@ class _Reading:
     counters: dict[str, int]
     per_layer: dict[str, NDArray[np.int64]]
     busy_s: dict[str, float]
-
-
-def _ssd_note(now: _Reading, before: _Reading) -> tuple[str, ...]:
-    """What the SSD did between two readings."""
-    if "ssd" not in now.busy_s:
-        return ()
-    names = ("host_hits", "host_misses", "ssd_bytes")
-    hits, misses, read = (now.counters[name] - before.counters[name] for name in names)
-    loads, span_s = max(1, hits + misses), max(now.time_s - before.time_s, 1e-300)
-    busy_s = now.busy_s["ssd"] - before.busy_s["ssd"]
-    return (
-        f"SSD: {read / 1e9:.4g} GB read, busy {busy_s / span_s:.1%} of the time; "
-        f"host memory had the expert of {hits / loads:.1%} of the loads",
-    )
 
 
 def _inactive(inputs: CellInputs) -> tuple[str, ...]:

@@ -106,6 +106,10 @@ def test_all_resident_from_the_start_is_no_load_at_all() -> None:
     assert outcome.counters["bytes_moved"] == 0
     steps = outcome.iterations.table()
     assert (steps["hits"] == steps["activated"]).all()
+    small = serve(a_cell("no-offload", slots=1, machine=small_machine(host_memory_bytes=2 * 10**6)))
+    assert small.notes == outcome.notes  # there is an SSD, and nothing to say of it
+    assert small.counters["ssd_bytes"] == 0
+    assert small.simulated_s == outcome.simulated_s
 
 
 @pytest.mark.parametrize("system", MAP_SYSTEMS)

@@ -177,6 +177,15 @@ def test_an_ssd_serves_what_host_memory_does_not_hold() -> None:
     assert (whole.ssd, whole.host_slots, whole.warnings) == (False, 256, ())
 
 
+def test_devices_that_hold_the_whole_model_read_it_once() -> None:
+    h200 = load_profile("h200")
+    small = msgspec.structs.replace(h200, host_memory_bytes=64 * 10**9)
+    plan = plan_memory(MIXTRAL, "bf16", small, 91 * 10**9)
+    assert (plan.whole_model, plan.ssd, plan.host_slots, plan.warnings) == (True, True, 181, ())
+    tiny = msgspec.structs.replace(h200, host_memory_bytes=10**6)
+    assert not plan_memory(MIXTRAL, "bf16", tiny, 91 * 10**9).ssd
+
+
 def test_each_device_needs_an_expert_in_host_memory_to_copy_from() -> None:
     six = load_profile("rtx3090x6")
     enough = msgspec.structs.replace(six, host_memory_bytes=6 * EXPERT)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import msgspec
 import pytest
 from finemoe.calibration.profile import apply_overrides, load_machine, load_profile
+from finemoe.cli.simulate import app
 from finemoe.errors import SettingError
 from finemoe.sim.run import simulate
 from finemoe.sim.settings import resolve, to_toml
+from typer.testing import CliRunner
 
 ONE, SIX = load_profile("rtx3090"), load_profile("rtx3090x6")
+ROOT = Path(__file__).resolve().parents[1]
 SAMPLE = "traces/samples/azure_conv_synthetic.parquet"
 
 
@@ -169,10 +173,19 @@ def test_bad_settings_are_refused(options: dict[str, object], message: str) -> N
         resolve({"trace": "a"} | options)
 
 
+def test_the_flag_is_repeated() -> None:
+    chosen = ["--set", "link.bandwidth=55GB/s", "--set", "host.memory=64GB", "--peer-link", "pcie"]
+    arguments = ["--trace", str(ROOT / SAMPLE), "--num-requests", "1", *chosen, "--dry-run", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    plan = json.loads(result.stdout)
+    assert plan["config"]["set"] == ["link.bandwidth=55GB/s", "host.memory=64GB"]
+    assert plan["config"]["peer_link"] == "pcie"
+    assert plan["plan"][0]["memory"]["host_slots"] == 181
+
+
 def test_a_run_says_what_was_changed(tmp_path_factory: pytest.TempPathFactory) -> None:
-    root = Path(__file__).resolve().parents[1]
     results = simulate(
-        root / SAMPLE,
+        ROOT / SAMPLE,
         output=tmp_path_factory.mktemp("run") / "out",
         num_requests=1,
         output_tokens=2,
