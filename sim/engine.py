@@ -183,9 +183,7 @@ class Engine:
         for part in (step,) if self.placement is None else self.placement.split(step):
             tokens, context, pairs = _sizes(part)
             attention_s = compute.attention_s(tokens, context, score_pairs=pairs)
-            overhead_s = compute.iteration_overhead_s(
-                tokens, len(part.requests), context, score_pairs=pairs
-            )
+            overhead_s = compute.iteration_overhead_s(tokens, len(part.requests), context, score_pairs=pairs)
             gate_s = compute.gate_s(tokens) if self._speculates else 0.0
             times.append((attention_s, overhead_s, compute.exchange_s(tokens), gate_s))
         attention_s, overhead_s, exchange_s, gate_s = map(max, zip(*times, strict=True))

@@ -9,6 +9,7 @@ from finemoe.calibration.profile import load_profile, profile_names
 from finemoe.errors import CapacityError, SettingError
 from finemoe.policy.models import MODEL_NAMES, load_model_spec
 from finemoe.serving.request import RequestState
+from finemoe.serving.scheduler import Step
 from finemoe.sim.memory import plan_memory
 from finemoe.sim.placement import Placement
 from finemoe.traces.requests import Request
@@ -27,18 +28,22 @@ def states(*lengths: tuple[int, int]) -> list[RequestState]:
     ]
 
 
+def split(placement: Placement, *step: RequestState) -> list[tuple[RequestState, ...]]:
+    return [part.requests for part in placement.split(Step("decode", step))]
+
+
 def test_requests_go_to_the_device_with_the_fewest_tokens() -> None:
     placement = Placement(2)
     first, second, third, fourth = states((100, 10), (30, 10), (20, 10), (90, 10))
     for state in (first, second, third):
         placement.admit(state)
     assert placement.kv_tokens == [110, 70]  # the third joins the second
-    assert placement.split([first, second, third]) == [[first], [second, third]]
-    assert placement.split([third]) == [[third]]
+    assert split(placement, first, second, third) == [(first,), (second, third)]
+    assert split(placement, third) == [(third,)]
     placement.finish(first)
     placement.admit(fourth)
     assert placement.kv_tokens == [100, 70]
-    assert placement.split([second, fourth]) == [[fourth], [second]]
+    assert split(placement, second, fourth) == [(fourth,), (second,)]
     assert placement.peak_kv_tokens == 110
 
 

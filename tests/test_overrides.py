@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from finemoe.calibration.figures import MAX_DEVICES
 from finemoe.calibration.profile import apply_overrides, load_machine, load_profile
 from finemoe.cli.simulate import app
 from finemoe.errors import SettingError
@@ -78,7 +79,7 @@ def test_nothing_given_changes_nothing() -> None:
         (["devices=2GB"], r"--set devices is '2GB'\. Give a bare number"),
         (["devices=2 1"], r"--set devices is '2 1'\. Give a bare number"),
         (["devices=1.5"], r"devices\.value is 1\.5 1; a whole number"),
-        (["devices=59"], r"devices\.value is 59; .* at most 58"),
+        (["devices=59"], rf"devices\.value is 59; .* at most {MAX_DEVICES}"),
         (["copy.slowdown=0.9"], r"copy_slowdown\.value is 0\.9; .* at least 1"),
         (["memory.reserve=24GB"], r"memory_reserve_bytes leaves nothing"),
         (["devices=2", "devices=3"], r"--set gives devices twice"),
