@@ -260,12 +260,15 @@ def test_the_least_recently_used_expert_goes(
 class SharedBench(Bench):
     """`Bench` of two devices whose links, 256 bytes a second each, share so much."""
 
-    def __init__(self, host_bandwidth: float | None) -> None:
+    def __init__(self, host_bandwidth: float | None, *, write_back: bool = False) -> None:
         super().__init__(devices=2)
         profile = msgspec.structs.replace(SSD, devices=2, host_bandwidth=host_bandwidth)
-        share, copies = HostBandwidth(profile), Copies()
+        share, copies = HostBandwidth(profile, write_back=write_back), Copies()
         self.links: list[Link] = [
-            HostLink(self.env, self.core, g, profile, copies, self.deliver, share, None) for g in range(2)
+            HostLink(
+                self.env, self.core, g, profile, copies, self.deliver, share, None, write_back=write_back
+            )
+            for g in range(2)
         ]
 
     def second(self, expert: int, at_s: float) -> Script:
@@ -292,6 +295,13 @@ def test_two_copies_share_host_memory() -> None:
 def test_enough_bandwidth_is_none_shared(host_bandwidth: float | None) -> None:
     bench = SharedBench(host_bandwidth)
     assert bench.run(bench.second(13, 2.0))[2:] == ["4.5 s: 0 loaded", "6.5 s: 13 loaded"]
+
+
+def test_writing_back_takes_its_part_of_the_shared_bandwidth() -> None:
+    # Twice the latency, half the rate: 0 has its latency until 1 s and 128 bytes until 2 s, 64 bytes/s from
+    # then on beside 13: its other 896 until 16 s. 13: latency until 3 s, 832 bytes until 16 s, 192 at 128.
+    bench = SharedBench(256.0, write_back=True)
+    assert bench.run(bench.second(13, 2.0))[2:] == ["16 s: 0 loaded", "17.5 s: 13 loaded"]
 
 
 def test_a_slower_copy_pauses_at_a_chunks_end_too() -> None:
