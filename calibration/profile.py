@@ -153,14 +153,15 @@ def apply_overrides(
         peers = [key for key, rule in RULES.items() if rule.several_devices and key not in given]
         figures = {key: figure for key, figure in figures.items() if key not in peers}
         numbers |= dict.fromkeys(peers)
-    check_together(option, figures, peer_needed=peer_needed)
+    place = f"{option} on {profile.name}"
+    check_together(place, figures, peer_needed=peer_needed)
     changed = msgspec.structs.replace(
         profile,
         description=f"{profile.description}; {option} changed {', '.join(given)}",
         figures={key: figures[key] for key in RULES if key in figures},
         **numbers,
     )
-    check_reserve(option, changed.memory_reserve_bytes, changed.device_memory_bytes)
+    check_reserve(place, changed.memory_reserve_bytes, changed.device_memory_bytes)
     return changed
 
 
