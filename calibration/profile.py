@@ -7,77 +7,34 @@ A profile file has `name`, `description` and one table per figure, named like `H
     unit = "GB/s"
     source = "who measured it, or how it follows from other figures"
     evidence = "MEASURED"
+
+`apply_overrides` changes figures of a profile that was read: `link.bandwidth=55GB/s`.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
 import os
+import re
 import tomllib
-from decimal import Decimal
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args
 
 import msgspec
 
 from ..errors import SettingError
 from ..traces.files import unreadable_kind
+from .figures import (
+    RULES,
+    Figure,
+    base_value,
+    check_reserve,
+    check_together,
+    missing_figure,
+    nearest,
+    read_figure,
+)
 
-Evidence = Literal["MEASURED", "CALIBRATED", "SIMULATED", "DERIVED", "ASSUMED"]
-EVIDENCE: tuple[Evidence, ...] = get_args(Evidence)
-MAX_DEVICES = 57  # of the policy core (csrc/types.hpp)
 PROFILE_FOLDER = Path(__file__).parent / "profiles"
-
-# unit -> factor to the base unit, per dimension; GB = 10^9, GiB = 2^30. Decimal: 5 us is 5e-6 exactly.
-_Units = dict[str, Decimal]
-_BYTES: _Units = {unit: Decimal(1000**i) for i, unit in enumerate(("B", "kB", "MB", "GB", "TB"))}
-_BYTES |= {unit: Decimal(1024**i) for i, unit in enumerate(("KiB", "MiB", "GiB"), start=1)}
-_BANDWIDTH: _Units = {f"{unit}/s": factor for unit, factor in _BYTES.items()}
-_TIME: _Units = {"s": Decimal(1), "ms": Decimal("1e-3"), "us": Decimal("1e-6")}
-_FLOPS: _Units = {"FLOP/s": Decimal(1), "GFLOP/s": Decimal(10**9), "TFLOP/s": Decimal(10**12)}
-_RATE: _Units = {"values/s": Decimal(1)}
-_RATIO: _Units = {"1": Decimal(1)}
-
-
-class _Rule(msgspec.Struct, frozen=True):
-    """What a figure may be: its units, whether it is a whole number, and its bounds in base units."""
-
-    units: _Units
-    whole: bool = False
-    least: float = 0.0  # excluded when 0
-    most: float = math.inf
-    several_devices: bool = False  # present exactly when there are several devices
-
-
-_RULES = {
-    "devices": _Rule(_RATIO, whole=True, least=1, most=MAX_DEVICES),
-    "device_memory_bytes": _Rule(_BYTES, whole=True),
-    "memory_reserve_bytes": _Rule(_BYTES, whole=True),
-    "memory_bandwidth": _Rule(_BANDWIDTH),
-    "memory_efficiency": _Rule(_RATIO, most=1.0),
-    "peak_flops": _Rule(_FLOPS),
-    "flops_efficiency": _Rule(_RATIO, most=1.0),
-    "kernel_launch_s": _Rule(_TIME),
-    "link_latency_s": _Rule(_TIME),
-    "link_bandwidth": _Rule(_BANDWIDTH),
-    "link_chunk_bytes": _Rule(_BYTES, whole=True, least=1),
-    "copy_slowdown": _Rule(_RATIO, least=1.0),
-    "peer_latency_s": _Rule(_TIME, several_devices=True),
-    "peer_bandwidth": _Rule(_BANDWIDTH, several_devices=True),
-    "host_memory_bytes": _Rule(_BYTES, whole=True),
-    "search_latency_s": _Rule(_TIME),
-    "search_rate": _Rule(_RATE),
-}
-
-
-class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One number as its file states it."""
-
-    value: int | float
-    unit: str
-    source: str
-    evidence: Evidence
 
 
 class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +65,11 @@ class HardwareProfile(msgspec.Struct, frozen=True, kw_only=True):
     peer_latency_s: float | None = None
     peer_bandwidth: float | None = None
     host_memory_bytes: int
+    #: what all links together can read from host memory; None: as much as they ask for
+    host_bandwidth: float | None = None
+    #: one read, of experts that host memory has no room for; None: there is no SSD
+    ssd_latency_s: float | None = None
+    ssd_bandwidth: float | None = None
     #: fixed cost of one search on the CPU, and the stored values it scans per second
     search_latency_s: float
     search_rate: float
@@ -137,14 +99,97 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
     if text and (path.suffix == ".toml" or os.path.exists(path)):  # which never raises
         return _read(path)
     raise SettingError(
-        f"--hardware {text!r} is unknown.{_nearest(text, names)} "
+        f"--hardware {text!r} is unknown.{nearest(text, names)} "
         f"Known: {', '.join(names)}; or give the path of a .toml file."
     )
 
 
-def _nearest(word: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" Did you mean {near[0]}?" if near else ""
+def load_machine(
+    name_or_path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    host_memory: str | None = None,
+    peer_needed: bool = True,
+) -> HardwareProfile:
+    """`load_profile` with the overrides of `--set` and `--host-memory`; see `apply_overrides`."""
+    profile = apply_overrides(load_profile(name_or_path), overrides, peer_needed=peer_needed)
+    if host_memory is None:
+        return profile
+    if profile.figures["host_memory_bytes"].source == "--set":
+        raise SettingError("--host-memory and --set host.memory are the same figure. Give one of them.")
+    return apply_overrides(
+        profile, [f"host.memory={host_memory}"], option="--host-memory", peer_needed=peer_needed
+    )
+
+
+def apply_overrides(
+    profile: HardwareProfile,
+    overrides: Sequence[str],
+    *,
+    option: str = "--set",
+    peer_needed: bool = True,
+) -> HardwareProfile:
+    """The profile with figures replaced by texts such as "link.bandwidth=55GB/s" or "devices=2".
+
+    A figure is named as in the file, with "." or "_" between words, and without its final "_s" or "_bytes" if
+    that is shorter. Values have the units of the files; counts and ratios have none. What is given is
+    ASSUMED, with `option` as its source; figures that were derived from it stay as they are. With one device
+    the peer figures go. `peer_needed`: several devices must have peer figures.
+
+    Raises SettingError: unknown or repeated name, value that is no number with its unit or out of bounds, or
+    figures that do not go together.
+    """
+    if not overrides:
+        return profile
+    given: dict[str, Figure] = {}
+    for text in overrides:
+        key, figure = _override(option, text)
+        if key in given:
+            raise SettingError(f"{option} gives {key} twice. Keep one of them.")
+        given[key] = figure
+    numbers: dict[str, object] = {key: base_value(option, key, figure) for key, figure in given.items()}
+    figures = profile.figures | given
+    if numbers.get("devices") == 1:
+        peers = [key for key, rule in RULES.items() if rule.several_devices and key not in given]
+        figures = {key: figure for key, figure in figures.items() if key not in peers}
+        numbers |= dict.fromkeys(peers)
+    place = f"{option} on {profile.name}"
+    check_together(place, figures, peer_needed=peer_needed)
+    changed = msgspec.structs.replace(
+        profile,
+        description=f"{profile.description}; {option} changed {', '.join(given)}",
+        figures={key: figures[key] for key in RULES if key in figures},
+        **numbers,
+    )
+    check_reserve(place, changed.memory_reserve_bytes, changed.device_memory_bytes)
+    return changed
+
+
+_NUMBER = re.compile(r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(.*?)\s*", re.DOTALL)
+_SHORT = {key.removesuffix("_s").removesuffix("_bytes"): key for key in RULES}
+
+
+def _override(option: str, text: str) -> tuple[str, Figure]:
+    """The figure's name and value of one override."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise SettingError(f"{option} {text[:60]!r} has no value. Write it as link.bandwidth=55GB/s.")
+    word = name.strip().replace(".", "_")
+    key = _SHORT.get(word, word)
+    if key not in RULES:
+        raise SettingError(
+            f"{option} {name.strip()[:60]} is no figure of a profile.{nearest(word, tuple(RULES))} "
+            "docs/models-and-hardware.md lists them."
+        )
+    bare = "1" in RULES[key].units
+    form = "a bare number" if bare else f"a number with one of the units {', '.join(RULES[key].units)}"
+    match = _NUMBER.fullmatch(value)
+    if match is None or bare != (match[2] == "") or (match[2] or "1") not in RULES[key].units:
+        which = f"{option} {name.strip()}" if option == "--set" else option
+        raise SettingError(f"{which} is {value[:60]!r}. Give {form}.")
+    number = float(match[1])
+    whole = number.is_integer() and abs(number) < 2**53
+    return key, Figure(int(number) if whole else number, match[2] or "1", option, "ASSUMED")
 
 
 def _read(path: Path) -> HardwareProfile:
@@ -162,71 +207,20 @@ def _read(path: Path) -> HardwareProfile:
     except ValueError as error:
         raise SettingError(f"{path}: not TOML ({error}). Give a profile's .toml file.") from None
     for key in tables:
-        if key not in _RULES and key not in ("name", "description"):
+        if key not in RULES and key not in ("name", "description"):
             raise SettingError(
-                f"{path}: key {key} is unknown.{_nearest(key, tuple(_RULES))} Remove or rename it."
+                f"{path}: key {key} is unknown.{nearest(key, tuple(RULES))} Remove or rename it."
             )
     texts: dict[str, str] = {}
     for key in ("name", "description"):
         if not isinstance(tables.get(key), str):
             raise SettingError(f'{path}: {key} is missing or no text. Add {key} = "…".')
         texts[key] = tables[key]
-    figures = {key: _figure(path, key, tables[key]) for key in _RULES if key in tables}
-    _check_present(path, figures)
-    numbers = {key: _base_value(path, key, figure) for key, figure in figures.items()}
-    if numbers["memory_reserve_bytes"] >= numbers["device_memory_bytes"]:
-        raise SettingError(f"{path}: memory_reserve_bytes leaves nothing of device_memory_bytes. Lower it.")
+    figures = {key: read_figure(path, key, tables[key]) for key in RULES if key in tables}
+    for key, rule in RULES.items():
+        if key not in figures and not rule.several_devices and not rule.optional:
+            raise SettingError(missing_figure(str(path), key))
+    check_together(str(path), figures, peer_needed=True)
+    numbers = {key: base_value(str(path), key, figure) for key, figure in figures.items()}
+    check_reserve(str(path), numbers["memory_reserve_bytes"], numbers["device_memory_bytes"])
     return msgspec.convert({**texts, **numbers, "figures": figures}, HardwareProfile)
-
-
-def _check_present(path: Path, figures: dict[str, Figure]) -> None:
-    several = "devices" in figures and figures["devices"].value != 1
-    for key, rule in _RULES.items():
-        wanted = several or not rule.several_devices
-        if wanted and key not in figures:
-            raise SettingError(
-                f"{path}: {key} is missing. Add a table [{key}] with value, unit, source, evidence."
-            )
-        if key in figures and not wanted:
-            raise SettingError(f"{path}: {key} has no meaning with one device. Remove it.")
-
-
-def _figure(path: Path, key: str, table: object) -> Figure:
-    if not isinstance(table, dict):
-        raise SettingError(
-            f"{path}: {key} is {table!r}; a table of value, unit, source and evidence is needed."
-        )
-    known = Figure.__struct_fields__
-    for field in table:
-        if field not in known:
-            raise SettingError(
-                f"{path}: {key}.{field} is unknown.{_nearest(field, known)} Remove or rename it."
-            )
-    try:
-        figure = msgspec.convert(table, Figure)
-    except msgspec.ValidationError as error:
-        raise SettingError(
-            f"{path}: {key}: {error}. A number `value`, `unit`, `source` and `evidence` "
-            f"(one of {', '.join(EVIDENCE)}) are needed."
-        ) from None
-    if not figure.source.strip():
-        raise SettingError(f"{path}: {key}.source is empty. Say who measured the value or how it is derived.")
-    return figure
-
-
-def _base_value(path: Path, key: str, figure: Figure) -> float | int:
-    rule = _RULES[key]
-    if figure.unit not in rule.units:
-        raise SettingError(f"{path}: {key}.unit is {figure.unit!r}. Use one of {', '.join(rule.units)}.")
-    value = float(Decimal(repr(figure.value)) * rule.units[figure.unit])
-    if not math.isfinite(value) or value <= 0 or value < rule.least or value > rule.most:
-        bounds = f"at least {rule.least:g}" if rule.least else "above 0"
-        bounds += f" and at most {rule.most:g}" if rule.most < math.inf else ""
-        raise SettingError(f"{path}: {key}.value is {figure.value!r}; a finite number {bounds} is needed.")
-    if not rule.whole:
-        return value
-    if value != round(value):
-        raise SettingError(
-            f"{path}: {key}.value is {figure.value!r} {figure.unit}; a whole number is needed."
-        )
-    return round(value)

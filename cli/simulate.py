@@ -29,11 +29,26 @@ Switch: TypeAlias = bool | None
 @app.command()
 def simulate_command(
     trace: Annotated[
-        Text, _option("Request trace: Azure or Vidur CSV, Mooncake JSONL, Parquet.", "FILE")
+        Text, _option("Request trace: CSV, JSON or Parquet; see docs/request-formats.md.", "FILE")
     ] = None,
     model: Annotated[Text, _option("Model by name, or a config.json. [mixtral-8x7b]", "NAME|FILE")] = None,
     hardware: Annotated[
         Text, _option("Machines by name, or profiles; a list. [rtx3090x6]", "NAME|FILE,…")
+    ] = None,
+    set: Annotated[
+        list[str] | None,
+        _option(
+            "A figure of the machine, changed, such as link.bandwidth=55GB/s; repeat.", "A.B=VALUE", "--set"
+        ),
+    ] = None,
+    host_memory: Annotated[
+        Text, _option("Host memory; experts that do not fit are on the SSD. [the machine's]", "64GB")
+    ] = None,
+    dense: Annotated[
+        Text, _option("Devices with dense weights and KV cache. [device0]", "device0|replicated")
+    ] = None,
+    peer_link: Annotated[
+        Text, _option("What activations take between devices. [nvlink]", "nvlink|pcie")
     ] = None,
     policy: Annotated[Text, _option("Systems with commas between them, or all. [finemoe]", "A,B|all")] = None,
     expert_cache: Annotated[
@@ -47,6 +62,7 @@ def simulate_command(
     backend: Annotated[Text, _option("Where the commands of the policy go. [sim]", "sim|cpu|cuda")] = None,
     num_requests: Annotated[Text, _option("Requests taken from the trace. [256]", "N|all")] = None,
     start: Annotated[Text, _option("Requests left out at the beginning of the trace. [0]", "N")] = None,
+    sample: Annotated[Text, _option("Draw this many of these requests at random.", "N")] = None,
     sort: Annotated[Switch, _option("Accept a trace whose time stamps go backward.")] = None,
     time_scale: Annotated[Text, _option("Factor on the gaps between arrivals. [1]", "X")] = None,
     rate: Annotated[
@@ -102,6 +118,10 @@ def simulate_command(
         "trace": trace,
         "model": model,
         "hardware": hardware,
+        "set": set or None,
+        "host_memory": host_memory,
+        "dense": dense,
+        "peer_link": peer_link,
         "policy": policy,
         "expert_cache": expert_cache,
         "expert_dtype": expert_dtype,
@@ -109,6 +129,7 @@ def simulate_command(
         "backend": backend,
         "num_requests": num_requests,
         "start": start,
+        "sample": sample,
         "sort": sort,
         "time_scale": time_scale,
         "rate": rate,

@@ -8,6 +8,7 @@ the bf16 rate. Times assume that no copy runs; the caller applies the profile's 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,10 @@ from numpy.typing import NDArray
 from ..calibration.profile import HardwareProfile
 from ..errors import SettingError
 from ..policy.models import BF16_BYTES, ExpertDtype, ModelSpec
+
+#: what activations take between devices: the profile's peer figures, or the host links
+PeerLink = Literal["nvlink", "pcie"]
+PEER_LINKS: tuple[PeerLink, ...] = get_args(PeerLink)
 
 # Kernels of one layer beside its routed experts in a fused engine: two norms with their residual additions,
 # query-key-value product, rotary embedding with the KV write, attention, output product, router product,
@@ -27,10 +32,18 @@ ITERATION_LAUNCHES = 4
 class ComputeModel:
     """Times in seconds for one model, expert dtype and profile. Pure: same arguments, same floats.
 
-    Dense work runs on device 0; expert (layer, j) on device (layer·J + j) mod G, devices side by side.
+    Expert (layer, j) is on device (layer·J + j) mod G, devices work side by side. Dense work runs on device
+    0, or on every device for its own requests; then the largest time counts, which is the caller's to take.
     """
 
-    def __init__(self, model: ModelSpec, dtype: ExpertDtype, profile: HardwareProfile) -> None:
+    def __init__(
+        self,
+        model: ModelSpec,
+        dtype: ExpertDtype,
+        profile: HardwareProfile,
+        *,
+        peer_link: PeerLink = "nvlink",
+    ) -> None:
         self._flop_s = 1.0 / (profile.peak_flops * profile.flops_efficiency)
         self._byte_s = 1.0 / (profile.memory_bandwidth * profile.memory_efficiency)
         self._launch_s = profile.kernel_launch_s
@@ -45,17 +58,14 @@ class ComputeModel:
         self._by_device, self._segments, self._layer_segments = _device_segments(
             model.layers, model.experts, profile.devices
         )
-        # From device 0 to the experts' devices and back, once per token and expert that is not on device 0.
+        # To the experts' devices and back, once per token and expert that is not on the token's own device.
         self._exchange_latency_s = self._exchange_token_s = 0.0
         if profile.devices > 1:
-            if profile.peer_latency_s is None or profile.peer_bandwidth is None:
-                raise SettingError(
-                    f"profile {profile.name}: several devices need peer_latency_s and peer_bandwidth."
-                )
+            latency_s, bandwidth = _way(profile, peer_link)
             remote_share = (profile.devices - 1) / profile.devices
             row_bytes = model.hidden_size * BF16_BYTES
-            self._exchange_latency_s = 2.0 * profile.peer_latency_s
-            self._exchange_token_s = 2.0 * model.top_k * remote_share * row_bytes / profile.peer_bandwidth
+            self._exchange_latency_s = 2.0 * latency_s
+            self._exchange_token_s = 2.0 * model.top_k * remote_share * row_bytes / bandwidth
 
     def attention_s(self, tokens: int, context_tokens: int, *, score_pairs: int | None = None) -> float:
         """One MoE layer before its routed experts: attention, norms, router, shared experts.
@@ -119,8 +129,10 @@ class ComputeModel:
     def exchange_s(self, tokens: int) -> float:
         """Sending one layer's activations to the experts' devices and back; 0 with one device.
 
-        Each way costs one latency and, per token and activated expert, a bf16 row over device 0's peer link
-        for the share (G − 1)/G of experts that live elsewhere.
+        tokens: of the device that sends the most: all with dense weights on device 0, else its own requests'.
+        Each way costs one latency and, per token and activated expert, a bf16 row over the sender's peer link
+        for the share (G − 1)/G of experts that live elsewhere. Over PCIe a row goes to the host and on from
+        there: both hops cost the host link's latency and bandwidth, one after the other.
         """
         return self._exchange_latency_s + tokens * self._exchange_token_s
 
@@ -135,6 +147,18 @@ class ComputeModel:
     def _product_s(self, parameters: int, rows: int) -> float:
         """One pass of `rows` rows through bf16 weights."""
         return max(2.0 * parameters * rows * self._flop_s, parameters * BF16_BYTES * self._byte_s)
+
+
+def _way(profile: HardwareProfile, peer_link: PeerLink) -> tuple[float, float]:
+    """Latency and bandwidth from one device to another."""
+    if peer_link == "pcie":
+        return 2.0 * profile.link_latency_s, profile.link_bandwidth / 2.0
+    if profile.peer_latency_s is None or profile.peer_bandwidth is None:
+        raise SettingError(
+            f"profile {profile.name}: several devices need peer_latency_s and peer_bandwidth, "
+            "or --peer-link pcie."
+        )
+    return profile.peer_latency_s, profile.peer_bandwidth
 
 
 def _device_segments(

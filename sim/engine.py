@@ -23,7 +23,9 @@ from ..serving.logs import IterationLog
 from .compute import ComputeModel
 from .events import ENGINE, Timer
 from .foresight import Foresight
-from .link import Copies, Link
+from .host_memory import make_links
+from .link import Copies
+from .placement import Placement
 from .search_worker import SearchWorker
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from ..policy.models import ModelSpec
     from ..policy.system import System
     from ..serving.scheduler import Step
+    from .memory import MemoryPlan
 
 _READY_WHOLE = CHUNK_READY | MORE_CHUNKS  # only the first: the whole layer can be computed
 
@@ -50,6 +53,7 @@ class Engine:
         profile: HardwareProfile,
         system: System,
         prefetch_distance: int,
+        memory: MemoryPlan,
     ) -> None:
         self._env = env
         self._core = core
@@ -64,10 +68,10 @@ class Engine:
         ]
         self._speculates = system.predictor == "speculate"
         self._copies = Copies()
-        self.links = [
-            Link(env, core, device, profile, self._copies, self.deliver, write_back=system.write_back)
-            for device in range(profile.devices)
-        ]
+        self.links, self.host_memory = make_links(
+            env, core, profile, memory, self._copies, self.deliver, write_back=system.write_back
+        )
+        self.placement = Placement(profile.devices) if memory.replicated else None
         self._link_of = {1 << device: link for device, link in enumerate(self.links)}
         self.worker = SearchWorker(env, core, profile, self.deliver)
         self.foresight = Foresight(core, feed, model.layers) if system.predictor == "oracle" else None
@@ -109,8 +113,7 @@ class Engine:
         start_s = env.now
         link_busy_s = self._link_busy_s if start_s == self._ended_s else self.link_busy_until(start_s)
         self._stall_s = self._search_wait_s = self._computed_s = 0.0
-        tokens, context, pairs = _sizes(step)
-        states = step.requests
+        tokens, states = step.tokens, step.requests
         feed.select(
             [state.request.index for state in states],
             [state.generated for state in states],
@@ -118,11 +121,10 @@ class Engine:
             step.phase == "prefill",
         )
         counts = feed.token_counts()
-        expert_s = (self._compute.expert_s(counts) + self._compute.exchange_s(tokens)).tolist()
-        attention_s = self._compute.attention_s(tokens, context, score_pairs=pairs)
-        overhead_s = self._compute.iteration_overhead_s(tokens, len(states), context, score_pairs=pairs)
-        gate_s = self._compute.gate_s(tokens) if self._speculates else 0.0
-        first_link, start, part_by_part = self.links[0], self._timer.start, self._as_ready
+        attention_s, overhead_s, exchange_s, gate_s = self._dense_s(step)
+        expert_s = (self._compute.expert_s(counts) + exchange_s).tolist()
+        copying = self.links[0] if self.placement is None else self._copies
+        start, part_by_part = self._timer.start, self._as_ready
 
         mask = feed.begin_iteration(core, env.now)
         if mask & OUTBOXES:
@@ -131,7 +133,7 @@ class Engine:
             yield from self._searches(mask)
         for layer in range(self._layers):
             layer_s = attention_s + gate_s * len(self._speculated[layer])
-            if first_link.busy:
+            if copying.busy:
                 layer_s *= self._slowdown
             self._computed_s += layer_s
             yield start(layer_s)
@@ -148,7 +150,7 @@ class Engine:
             if mask & _READY_WHOLE == CHUNK_READY:
                 yield start(self._compute_s(expert_s[layer]))
             elif part_by_part or mask & MORE_CHUNKS:
-                mask = yield from self._parts(layer, mask, tokens, counts[layer].tolist())
+                mask = yield from self._parts(layer, mask, exchange_s, counts[layer].tolist())
                 if mask & PREFETCH_OPEN:
                     yield from self._prefetches(mask)
                 continue
@@ -180,6 +182,20 @@ class Engine:
         self._then_s = then_s
         return self._timer.wait()
 
+    def _dense_s(self, step: Step) -> tuple[float, float, float, float]:
+        """Attention of a layer, what an iteration costs beside its layers, a layer's exchange, and a router
+        applied ahead: the slowest device's, where several have dense weights."""
+        compute = self._compute
+        times = []
+        for part in (step,) if self.placement is None else self.placement.split(step):
+            tokens, context, pairs = _sizes(part)
+            attention_s = compute.attention_s(tokens, context, score_pairs=pairs)
+            overhead_s = compute.iteration_overhead_s(tokens, len(part.requests), context, score_pairs=pairs)
+            gate_s = compute.gate_s(tokens) if self._speculates else 0.0
+            times.append((attention_s, overhead_s, compute.exchange_s(tokens), gate_s))
+        attention_s, overhead_s, exchange_s, gate_s = map(max, zip(*times, strict=True))
+        return attention_s, overhead_s, exchange_s, gate_s
+
     def _searches(self, mask: int) -> Process:
         """Wait for the searches that the core says to wait for; `_mask` is that of the last event then."""
         self._mask = mask
@@ -198,7 +214,7 @@ class Engine:
         self._stall_s = stall_s
 
     def _parts(
-        self, layer: int, mask: int, tokens: int, counts: list[int]
+        self, layer: int, mask: int, exchange_s: float, counts: list[int]
     ) -> Generator[simpy.Event, None, int]:
         """A layer in several parts: chunk by chunk, or whatever is resident while the rest is loaded.
 
@@ -207,7 +223,6 @@ class Engine:
         core = self._core
         first = layer * self._experts
         wakes = -1 if self._as_ready else CHUNK_READY
-        exchange_s = self._compute.exchange_s(tokens)  # once per layer, with its first part
         while mask & CHUNK_OPEN:
             part = core.chunk_ready() if self._as_ready or mask & CHUNK_READY else []
             if not part:
@@ -217,7 +232,7 @@ class Engine:
             experts = [expert - first for expert in part]
             part_s = self._compute.experts_time_s(layer, experts, [counts[j] for j in experts])
             yield self._timer.start(self._compute_s(part_s + exchange_s))
-            exchange_s = 0.0
+            exchange_s = 0.0  # once per layer, with its first part
             mask = core.computed(layer, part, self._env.now)
             if mask & OUTBOXES:
                 self.deliver(mask)

@@ -20,12 +20,18 @@ class Copies:
 
     in_flight = 0
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is any."""
+        return self.in_flight > 0
+
 
 class Link:
     """Carries out one device's outbox.
 
     A chunk costs no event of its own: where a copy stops is computed when it is asked to pause. `deliver`
-    takes the mask that the core returns.
+    takes the mask that the core returns. Host memory holds every expert and keeps up with all links: where it
+    does not, `HostLink` takes this one's place.
     """
 
     def __init__(

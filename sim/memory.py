@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import Literal, get_args
 
 import msgspec
 
@@ -23,11 +24,14 @@ _UNITS = {
 }
 _UNITS |= {"TiB": 2**40}
 _SIZE = re.compile(r"(?P<number>[0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30}) ?(?P<unit>[A-Za-z]*)")
+#: dense weights and KV cache on device 0, or on every device, each with the KV cache of its own requests
+Dense = Literal["device0", "replicated"]
+DENSE: tuple[Dense, ...] = get_args(Dense)
 _FORMS = "Give bytes (24GB, 16GiB), a fraction of all experts above 0 and up to 1 (0.25), or slots (96slots)"
 
 
 class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
-    """One device's memory by purpose, in bytes; `kv_bytes` is all that is left, on device 0 only."""
+    """One device's memory by purpose, in bytes; `kv_bytes` is all that is left beside dense weights."""
 
     capacity_bytes: int
     reserve_bytes: int
@@ -37,7 +41,7 @@ class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Where everything goes. Dense weights and KV cache are on device 0; every device has expert slots."""
+    """Where everything goes. Every device has expert slots; `dense` says which have dense weights and KV."""
 
     expert_bytes: int
     #: slots of a device; device g uses min(slots_per_device, experts it owns)
@@ -49,6 +53,14 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     devices: tuple[DeviceShare, ...]
     warnings: tuple[str, ...]
+    dense: Dense = "device0"
+    host_slots: int  #: experts that host memory holds
+    ssd: bool  #: that is fewer than all, the others are on the SSD
+
+    @property
+    def replicated(self) -> bool:
+        """Whether several devices have dense weights."""
+        return self.dense == "replicated" and len(self.devices) > 1
 
     def peak_memory_bytes(self, kv_tokens: int) -> dict[str, int]:
         """Peak over all devices by purpose, for a run that held at most `kv_tokens` in the KV cache."""
@@ -99,6 +111,7 @@ def plan_memory(
     expert_cache_bytes: int,
     *,
     min_kv_tokens: int = 1,
+    dense: Dense = "device0",
 ) -> MemoryPlan:
     """Split the memory of `profile`.
 
@@ -106,8 +119,11 @@ def plan_memory(
     total holds every routed expert, a slot for each expert it owns. min_kv_tokens: tokens the KV cache must
     hold at least, such as the longest request's prompt and output.
 
+    Replicated dense weights: a request's KV cache is on one device, the one with the fewest tokens at its
+    admission. M tokens on each of G devices then always suffice for G·M − (G − 1)·longest in all.
+
     Raises SettingError for less than one slot per device, CapacityError (with every share) where device 0
-    does not hold its shares, or the host not the experts it would have to serve.
+    does not hold its shares, or host memory and SSD not the experts they would have to serve.
     """
     expert_bytes, experts, devices = model.expert_bytes(dtype), model.routed_experts(), profile.devices
     whole_model = expert_cache_bytes >= experts * expert_bytes
@@ -121,43 +137,75 @@ def plan_memory(
         )
     used = [min(slots_per_device, len(range(device, experts, devices))) for device in range(devices)]
     whole_model = sum(used) == experts
-    # Device 0 is always the fullest: it alone has dense weights and KV, and no device owns more experts.
+    # Device 0 is always the fullest: no device owns more experts, and it has dense weights and KV.
     usable = profile.device_memory_bytes - profile.memory_reserve_bytes
     kv_budget = usable - model.dense_bytes() - used[0] * expert_bytes
     if kv_budget < min_kv_tokens * model.kv_bytes_per_token:
         raise CapacityError(_does_not_fit(model, profile, used[0], used[0] * expert_bytes, min_kv_tokens))
-    if not whole_model and experts * expert_bytes > profile.host_memory_bytes:
-        raise CapacityError(
-            f"{profile.name}: host memory of {_size(profile.host_memory_bytes)} does not hold the {experts} "
-            f"routed experts of {model.name}, {_size(experts * expert_bytes)}. Use a smaller expert dtype or "
-            "a larger host."
-        )
+    host_slots, ssd, host_warning = _host(model, profile, experts, expert_bytes, whole_model=whole_model)
     shares = tuple(
         DeviceShare(
             capacity_bytes=profile.device_memory_bytes,
             reserve_bytes=profile.memory_reserve_bytes,
-            dense_bytes=model.dense_bytes() if device == 0 else 0,
-            expert_slot_bytes=used[device] * expert_bytes,
-            kv_bytes=kv_budget if device == 0 else 0,
+            dense_bytes=model.dense_bytes() if serves else 0,
+            expert_slot_bytes=slots * expert_bytes,
+            kv_bytes=usable - model.dense_bytes() - slots * expert_bytes if serves else 0,
         )
-        for device in range(devices)
+        for slots, serves in zip(
+            used, [device == 0 or dense == "replicated" for device in range(devices)], strict=True
+        )
     )
+    kv_devices = devices if dense == "replicated" else 1
+    least_tokens = kv_budget // model.kv_bytes_per_token
     return MemoryPlan(
         expert_bytes=expert_bytes,
         slots_per_device=slots_per_device,
         slots=sum(used),
         whole_model=whole_model,
-        kv_budget_bytes=kv_budget,
-        max_kv_tokens=kv_budget // model.kv_bytes_per_token,
+        kv_budget_bytes=sum(share.kv_bytes for share in shares),
+        max_kv_tokens=kv_devices * least_tokens - (kv_devices - 1) * min_kv_tokens,
         kv_bytes_per_token=model.kv_bytes_per_token,
         devices=shares,
-        warnings=_cycle_warning(model, sum(used)),
+        warnings=(*_cycle_warning(model, sum(used)), *host_warning),
+        dense=dense,
+        host_slots=host_slots,
+        ssd=ssd,
     )
 
 
 def whole_model_bytes(model: ModelSpec, dtype: ExpertDtype) -> int:
     """The cache size with which `plan_memory` gives every routed expert a slot."""
     return model.routed_experts() * model.expert_bytes(dtype)
+
+
+def _host(
+    model: ModelSpec, profile: HardwareProfile, experts: int, expert_bytes: int, *, whole_model: bool
+) -> tuple[int, bool, tuple[str, ...]]:
+    """Experts that host memory holds, whether the others are on an SSD, and a warning if so.
+
+    Devices that hold the whole model read each expert once at most, so they do without either.
+    """
+    slots = profile.host_memory_bytes // expert_bytes
+    if slots >= experts:
+        return experts, False, ()
+    hosted = f"host memory of {_size(profile.host_memory_bytes)}"
+    wanted = f"the {experts} routed experts of {model.name}, {_size(experts * expert_bytes)}"
+    if whole_model and (profile.ssd_bandwidth is None or slots < profile.devices):
+        return experts, False, ()
+    if profile.ssd_bandwidth is None:
+        raise CapacityError(
+            f"{profile.name}: {hosted} does not hold {wanted}, and there is no SSD. Use a smaller expert "
+            "dtype, a larger host, or a profile with ssd_bandwidth and ssd_latency_s."
+        )
+    if slots < profile.devices:
+        raise CapacityError(
+            f"{profile.name}: {hosted} holds {slots} expert(s) of {_size(expert_bytes)}, but each of "
+            f"{profile.devices} device(s) copies from one. Use more host memory or a smaller expert dtype."
+        )
+    if whole_model:
+        return slots, True, ()
+    text = f"{hosted} holds {slots} of {wanted}; the others are read from the SSD"
+    return slots, True, (f"{text}. Give more host memory or a smaller expert dtype to avoid it.",)
 
 
 def _cycle_warning(model: ModelSpec, slots: int) -> tuple[str, ...]:

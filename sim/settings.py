@@ -20,6 +20,8 @@ from ..errors import SettingError
 from ..policy.model_spec import EXPERT_DTYPES, ExpertDtype
 from ..serving.slo import parse_slo
 from ..traces.files import unreadable_kind
+from .compute import PEER_LINKS, PeerLink
+from .memory import DENSE, Dense
 
 T = TypeVar("T", bound="str | int | float | None")
 
@@ -30,6 +32,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     trace: str  # path of a request trace
     model: str = "mixtral-8x7b"  # a name, or the path of a config.json
     hardware: tuple[str, ...] = ("rtx3090x6",)  # names, or paths of profiles
+    set: tuple[str, ...] = ()  # figures of the profiles, changed: "link.bandwidth=55GB/s"
+    host_memory: str | None = None  # in place of the profile's own; what does not fit is on the SSD
+    dense: Dense = "device0"  # where dense weights and KV cache are
+    peer_link: PeerLink = "nvlink"  # what activations take between devices
     policy: tuple[str, ...] = ("finemoe",)  # names of systems, or ("all",)
     expert_cache: tuple[str, ...] = ("24GB",)  # over all devices: bytes, a fraction of all experts, or slots
     expert_dtype: ExpertDtype = "bf16"
@@ -39,6 +45,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_requests: int | Literal["all"] = 256
     sort: bool = False  # accept time stamps that go backward
     start: int = 0  # requests of the trace left out at its beginning
+    sample: int | None = None  # draw that many of them at random
     time_scale: float = 1.0  # factor on the gaps between arrivals
     rate: tuple[float, ...] = ()  # requests per second, in place of the trace's own; excludes time_scale
     prompt_tokens: int | None = None  # in place of the trace's own
@@ -69,7 +76,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                     raise _bad(name, repr(path[:60]), problem)
         for name in _LISTS:
             values = [str(value) for value in getattr(self, name)]
-            if (not values and name != "rate") or not all(values):
+            if (not values and name not in ("rate", "set")) or not all(values):
                 raise _bad(name, ",".join(values), "Give one or more values with commas between them.")
             twice = sorted({value for value in values if values.count(value) > 1})
             if twice:
@@ -106,13 +113,16 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "backend": ("sim",),
+    "dense": DENSE,
     "expert_dtype": EXPERT_DTYPES,
     "frequency": ("run", "residency"),
+    "peer_link": PEER_LINKS,
     "preempt_scope": ("device", "all"),
 }
 _LEAST = {
     "num_requests": 1,
     "start": 0,
+    "sample": 1,
     "prompt_tokens": 1,
     "output_tokens": 1,
     "max_num_seqs": 1,
@@ -129,6 +139,8 @@ _MOST = {"store_capacity": 1_000_000, "prefetch_distance": 4096, "seed": 2**63 -
 _ASSUMABLE = (
     "model",
     "hardware",
+    "dense",
+    "peer_link",
     "policy",
     "expert_cache",
     "expert_dtype",
@@ -143,7 +155,7 @@ _ASSUMABLE = (
     "preempt_scope",
 )
 _FIELDS: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(RunSettings)}
-_LISTS = ("policy", "expert_cache", "hardware", "rate")
+_LISTS = ("policy", "expert_cache", "hardware", "rate", "set")
 _FILES = ("trace", "model", "hardware", "routing")  # names, or paths of files
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 

@@ -17,6 +17,7 @@ from ..serving.scheduler import Scheduler
 from .compute import ComputeModel
 from .engine import Engine
 from .events import ARRIVAL, ENGINE, Timer
+from .host_memory import ssd_note
 from .memory import plan_memory, whole_model_bytes
 from .popularity import popularity, token_sums
 
@@ -59,6 +60,7 @@ class CellInputs:
     training: Requests
     routing: RoutingSource
     settings: RunSettings
+    longest_tokens: int | None = None  # prompt and output of one request at most; None: look
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,17 @@ def plan_cell(inputs: CellInputs) -> MemoryPlan:
         if inputs.system.preload == "all"
         else inputs.expert_cache_bytes
     )
-    longest = max((r.prompt_tokens + r.output_tokens for r in inputs.requests), default=1)
-    return plan_memory(inputs.model, inputs.expert_dtype, inputs.profile, cache, min_kv_tokens=longest)
+    longest = inputs.longest_tokens
+    if longest is None:
+        longest = max((r.prompt_tokens + r.output_tokens for r in inputs.requests), default=1)
+    return plan_memory(
+        inputs.model,
+        inputs.expert_dtype,
+        inputs.profile,
+        cache,
+        min_kv_tokens=longest,
+        dense=inputs.settings.dense,
+    )
 
 
 def cell_options(inputs: CellInputs, plan: MemoryPlan) -> Options:
@@ -167,9 +178,17 @@ class _World:
         self._prepare(config)
         self._env = simpy.Environment()
         self._feed = Feed(model.layers, model.experts, inputs.routing.meta.embedding_width)
-        compute = ComputeModel(model, inputs.expert_dtype, inputs.profile)
+        compute = ComputeModel(model, inputs.expert_dtype, inputs.profile, peer_link=settings.peer_link)
         self._engine = Engine(
-            self._env, self._core, self._feed, model, compute, inputs.profile, inputs.system, distance
+            self._env,
+            self._core,
+            self._feed,
+            model,
+            compute,
+            inputs.profile,
+            inputs.system,
+            distance,
+            self._plan,
         )
         # Offline: one prompt after another, all there from the start.
         batch = 1 if settings.offline else settings.max_num_seqs
@@ -194,6 +213,8 @@ class _World:
         counters = {name: value - before.counters[name] for name, value in now.counters.items()}
         counters["wasted_bytes"] += now.counters["unused_bytes"]  # left unused
         del counters["unused_bytes"]
+        busy_s = {name: value - before.busy_s[name] for name, value in now.busy_s.items()}
+        counted_s = now.time_s - before.time_s
         return CellOutcome(
             requests=self._request_log,
             iterations=self._engine.log,
@@ -201,10 +222,14 @@ class _World:
             per_layer={name: value - before.per_layer[name] for name, value in now.per_layer.items()},
             decisions=decision_table(core.take_log(), self._options) if self._log_iterations else None,
             memory_bytes=self._plan.peak_memory_bytes(self._peak_kv_tokens),
-            busy_s={name: value - before.busy_s[name] for name, value in now.busy_s.items()},
+            busy_s=busy_s,
             simulated_s=env.now,
-            counted_s=env.now - before.time_s,
-            notes=(*self._plan.warnings, *_inactive(self._inputs)),
+            counted_s=counted_s,
+            notes=(
+                *self._plan.warnings,
+                *_inactive(self._inputs),
+                *ssd_note(counters, busy_s.get("ssd", 0.0), counted_s),
+            ),
         )
 
     def _reading(self) -> _Reading:
@@ -216,6 +241,9 @@ class _World:
             "compute": engine.compute_s,
             "search": engine.worker.busy_s,
         }
+        if engine.host_memory is not None:
+            counters |= engine.host_memory.counters()
+            busy_s["ssd"] = engine.host_memory.busy_until(self._env.now)
         return _Reading(self._env.now, counters, self._core.layer_counts(), busy_s)
 
     def _prepare(self, config: CoreConfig) -> None:
@@ -316,9 +344,13 @@ class _World:
             routing.speculation,
         )
         self._admitted_s[request.index] = self._env.now
+        if self._engine.placement is not None:
+            self._engine.placement.admit(state)
 
     def _finish(self, state: RequestState) -> None:
         request = state.request
+        if self._engine.placement is not None:
+            self._engine.placement.finish(state)
         self._feed.remove(request.index)
         admitted_s = self._admitted_s.pop(request.index)
         self._request_log.append(

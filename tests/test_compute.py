@@ -129,6 +129,18 @@ def test_exchange_by_hand() -> None:
     assert model_on("mixtral-8x7b", 4).exchange_s(100) == pytest.approx(expected)
 
 
+def test_exchange_over_pcie_takes_two_hops_by_hand() -> None:
+    profile = msgspec.structs.replace(with_devices(4), link_latency_s=2e-5, link_bandwidth=2e10)
+    compute = ComputeModel(MIXTRAL, "bf16", profile, peer_link="pcie")
+    # Both ways, each up to the host and down again: 20 us and 100 · 2 · 3/4 rows of 8192 bytes at 2e10.
+    hop = 2e-5 + 100 * 2 * 0.75 * 8192 / 2e10
+    assert compute.exchange_s(100) == pytest.approx(2 * 2 * hop)
+    # What devices say to one another over PCIe needs no peer figures; one device says nothing.
+    alone = msgspec.structs.replace(profile, peer_latency_s=None, peer_bandwidth=None)
+    assert ComputeModel(MIXTRAL, "bf16", alone, peer_link="pcie").exchange_s(100) == compute.exchange_s(100)
+    assert ComputeModel(MIXTRAL, "bf16", ROUND, peer_link="pcie").exchange_s(100) == 0.0
+
+
 def test_several_devices_need_peer_figures() -> None:
     with pytest.raises(SettingError, match="peer_bandwidth"):
         ComputeModel(MIXTRAL, "bf16", msgspec.structs.replace(ROUND, devices=2))

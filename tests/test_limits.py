@@ -106,6 +106,10 @@ def test_all_resident_from_the_start_is_no_load_at_all() -> None:
     assert outcome.counters["bytes_moved"] == 0
     steps = outcome.iterations.table()
     assert (steps["hits"] == steps["activated"]).all()
+    small = serve(a_cell("no-offload", slots=1, machine=small_machine(host_memory_bytes=2 * 10**6)))
+    assert small.notes == outcome.notes  # there is an SSD, and nothing to say of it
+    assert small.counters["ssd_bytes"] == 0
+    assert small.simulated_s == outcome.simulated_s
 
 
 @pytest.mark.parametrize("system", MAP_SYSTEMS)
@@ -198,3 +202,53 @@ def test_activations_are_exchanged_once_per_layer_in_however_many_parts_it_goes_
     )
     more_s = far.iterations.column("compute_s")[0] - near.iterations.column("compute_s")[0]
     assert more_s == pytest.approx(2.0 * MODEL.layers)  # there and back
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@each_offloading
+def test_an_ssd_that_costs_nothing_is_none(system: str, devices: int) -> None:
+    machine = small_machine(devices, ssd_latency_s=0.0, ssd_bandwidth=inf, host_memory_bytes=devices * 10**6)
+    free, none = (
+        serve(a_cell(system, slots=8, machine=machine)) for machine in (machine, small_machine(devices))
+    )
+    assert free.counters["ssd_bytes"] > 0
+    assert free.busy_s["ssd"] == 0.0
+    assert "ssd_bytes" not in none.counters
+    for name in ("admitted_s", "first_token_s", "finished_s"):
+        np.testing.assert_allclose(free.requests.column(name), none.requests.column(name), rtol=1e-12)
+
+
+def test_a_load_through_host_memory_of_one_expert_takes_a_read_and_a_copy() -> None:
+    # Every load is a read of 0.02 + 0.5 ms and a copy of 0.01 + 0.1 ms, as nothing is used twice in a row.
+    machine = small_machine(ssd_latency_s=2e-5, ssd_bandwidth=2e9, host_memory_bytes=10**6)
+    outcome = serve(a_cell("lru", slots=1, machine=machine, requests=[Request(0, 0.0, 5, 4)]))
+    loads = outcome.counters["demand_loads"]
+    assert (outcome.counters["host_hits"], outcome.counters["host_misses"]) == (0, loads)
+    assert outcome.busy_s["ssd"] == pytest.approx(loads * 5.2e-4)
+    assert outcome.busy_s["link"] == pytest.approx(loads * 1.1e-4)
+    assert outcome.iterations.column("stall_s").sum() == pytest.approx(loads * 6.3e-4)
+
+
+@each_offloading
+def test_host_memory_of_every_expert_needs_no_ssd(system: str) -> None:
+    experts = MODEL.routed_experts()
+    short, enough = (
+        serve(a_cell(system, slots=8, machine=small_machine(host_memory_bytes=count * 10**6)))
+        for count in (experts - 1, experts)
+    )
+    assert short.counters["ssd_bytes"] > 0
+    assert any(
+        note.startswith("host memory of 31000000 bytes (0.03 GB) holds 31 of the 32") for note in short.notes
+    )
+    assert any(note.startswith("SSD: ") for note in short.notes)
+    assert "ssd" not in enough.busy_s
+    assert not any("SSD" in note for note in enough.notes)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_shared_host_memory_is_as_fast_as_it_is_for_all_links_together(devices: int) -> None:
+    # Every layer needs all eight experts, so all links copy all the time: their number does not matter.
+    host = small_machine(devices, host_bandwidth=1e9, link_latency_s=0.0, peer_latency_s=0.0)
+    outcome = serve(a_cell("deepspeed", slots=devices, machine=host, requests=[Request(0, 0.0, 9, 2)]))
+    stall_s = outcome.iterations.column("stall_s").sum()
+    assert stall_s == pytest.approx(outcome.counters["bytes_moved"] / 1e9)

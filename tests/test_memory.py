@@ -159,11 +159,40 @@ def test_longest_request_must_fit_the_kv_cache() -> None:
 
 
 def test_host_must_hold_the_experts_it_serves() -> None:
-    small = msgspec.structs.replace(load_profile("h200"), host_memory_bytes=64 * 10**9)
+    small = msgspec.structs.replace(
+        load_profile("h200"), host_memory_bytes=64 * 10**9, ssd_bandwidth=None, ssd_latency_s=None
+    )
     with pytest.raises(CapacityError, match=r"host memory of 64000000000 bytes .* 256 routed experts"):
         plan_memory(MIXTRAL, "bf16", small, 24 * 10**9)
     assert plan_memory(MIXTRAL, "int4", small, 12 * 10**9).slots > 0
     assert plan_memory(MIXTRAL, "bf16", small, 91 * 10**9).whole_model  # nothing is left to serve
+
+
+def test_an_ssd_serves_what_host_memory_does_not_hold() -> None:
+    small = msgspec.structs.replace(load_profile("h200"), host_memory_bytes=64 * 10**9)
+    plan = plan_memory(MIXTRAL, "bf16", small, 24 * 10**9)
+    assert (plan.ssd, plan.host_slots) == (True, 181)  # 64e9 / 352,321,536 = 181.65
+    assert "holds 181 of the 256 routed experts" in plan.warnings[0]
+    whole = plan_memory(MIXTRAL, "int4", small, 12 * 10**9)
+    assert (whole.ssd, whole.host_slots, whole.warnings) == (False, 256, ())
+
+
+def test_devices_that_hold_the_whole_model_read_it_once() -> None:
+    h200 = load_profile("h200")
+    small = msgspec.structs.replace(h200, host_memory_bytes=64 * 10**9)
+    plan = plan_memory(MIXTRAL, "bf16", small, 91 * 10**9)
+    assert (plan.whole_model, plan.ssd, plan.host_slots, plan.warnings) == (True, True, 181, ())
+    tiny = msgspec.structs.replace(h200, host_memory_bytes=10**6)
+    assert not plan_memory(MIXTRAL, "bf16", tiny, 91 * 10**9).ssd
+
+
+def test_each_device_needs_an_expert_in_host_memory_to_copy_from() -> None:
+    six = load_profile("rtx3090x6")
+    enough = msgspec.structs.replace(six, host_memory_bytes=6 * EXPERT)
+    assert plan_memory(MIXTRAL, "bf16", enough, 24 * 10**9).host_slots == 6
+    short = msgspec.structs.replace(six, host_memory_bytes=6 * EXPERT - 1)
+    with pytest.raises(CapacityError, match=r"holds 5 expert\(s\) .* each of 6 device\(s\) copies from one"):
+        plan_memory(MIXTRAL, "bf16", short, 24 * 10**9)
 
 
 @given(

@@ -6,23 +6,16 @@ import os
 from pathlib import Path
 
 import pytest
-from finemoe.calibration.profile import (
-    EVIDENCE,
-    MAX_DEVICES,
-    PROFILE_FOLDER,
-    Figure,
-    _base_value,
-    load_profile,
-    profile_names,
-)
+from finemoe.calibration.figures import EVIDENCE, MAX_DEVICES, Figure, base_value
+from finemoe.calibration.profile import PROFILE_FOLDER, load_profile, profile_names
 from finemoe.errors import SettingError
 from hypothesis import given
 from hypothesis import strategies as st
 
-NAMES = ("a100-80gb", "h200", "rtx3090", "rtx3090x6")
+NAMES = ("a100-80gb", "gh200", "h100", "h200", "rtx3090", "rtx3090x6", "rtx4090")
 
 
-def test_the_four_profiles_ship() -> None:
+def test_the_seven_profiles_ship() -> None:
     assert profile_names() == NAMES
 
 
@@ -118,14 +111,33 @@ def test_refused_files_name_file_and_key(tmp_path: Path, old: str, new: str, wor
         assert word in message
 
 
-@pytest.mark.parametrize("key", ["devices", "link_bandwidth", "peer_bandwidth", "search_rate"])
-def test_missing_figures_are_named(tmp_path: Path, key: str) -> None:
+def without(folder: Path, *keys: str) -> Path:
+    """A copy of a shipped profile without some figures."""
     text = (PROFILE_FOLDER / "rtx3090x6.toml").read_text(encoding="utf-8")
-    tables = [table for table in text.split("\n\n") if f"[{key}]" not in table]
-    path = tmp_path / "mine.toml"
+    tables = [table for table in text.split("\n\n") if not any(f"[{key}]" in table for key in keys)]
+    path = folder / "mine.toml"
     path.write_text("\n\n".join(tables), encoding="utf-8")
-    with pytest.raises(SettingError, match=f"{key} is missing"):
-        load_profile(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "key", ["devices", "link_bandwidth", "peer_bandwidth", "search_rate", "ssd_bandwidth", "ssd_latency_s"]
+)
+def test_missing_figures_are_named(tmp_path: Path, key: str) -> None:
+    with pytest.raises(SettingError, match=rf"mine\.toml: {key} is missing\. Add a table"):
+        load_profile(without(tmp_path, key))
+
+
+def test_ssd_and_host_bandwidth_can_be_left_out(tmp_path: Path) -> None:
+    profile = load_profile(without(tmp_path, "ssd_bandwidth", "ssd_latency_s", "host_bandwidth"))
+    assert (profile.ssd_bandwidth, profile.ssd_latency_s, profile.host_bandwidth) == (None, None, None)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_host_memory_keeps_up_with_the_shipped_machines_links(name: str) -> None:
+    profile = load_profile(name)
+    assert profile.host_bandwidth is not None
+    assert profile.devices * profile.link_bandwidth <= profile.host_bandwidth
 
 
 @pytest.mark.parametrize(("field", "value"), [("evidence", "GUESSED"), ("source", " ")])
@@ -149,14 +161,14 @@ def test_unknown_names_and_files(tmp_path: Path) -> None:
 @given(st.decimals(min_value="0.001", max_value=999, places=3, allow_nan=False))
 def test_units_convert_exactly(value: object) -> None:
     figure = Figure(value=float(str(value)), unit="us", source="a test", evidence="ASSUMED")
-    assert _base_value(Path("x"), "link_latency_s", figure) == float(f"{value}e-6")
+    assert base_value("x", "link_latency_s", figure) == float(f"{value}e-6")
 
 
 def test_the_documentation_shows_these_figures() -> None:
     page = (Path(__file__).resolve().parents[1] / "docs" / "models-and-hardware.md").read_text(
         encoding="utf-8"
     )
-    columns = ("rtx3090x6", "rtx3090", "a100-80gb", "h200")
+    columns = ("rtx3090x6", "rtx3090", "rtx4090", "a100-80gb", "h100", "h200", "gh200")
     assert f"| figure | {' | '.join(columns)} |" in page
     evidences = [load_profile(name).evidence() for name in columns]
     for key in evidences[0]:

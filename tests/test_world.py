@@ -85,6 +85,7 @@ def test_time_bytes_and_memory_add_up(system: str, shape: Shape) -> None:
     np.testing.assert_allclose(parts, steps["end_s"] - steps["start_s"], rtol=1e-9, atol=1e-12)
     assert outcome.busy_s["compute"] == pytest.approx(steps["compute_s"].sum())
     assert outcome.busy_s["link"] <= outcome.simulated_s * shape.devices * (1 + 1e-9)
+    assert outcome.busy_s.get("ssd", 0.0) <= outcome.simulated_s * (1 + 1e-9)
     # Experts: each activated one is a hit, late or a miss; the layers agree with the iterations.
     assert (steps["activated"] == steps["hits"] + steps["late"] + steps["misses"]).all()
     for name in ("activated", "hits", "late"):
@@ -100,6 +101,13 @@ def test_time_bytes_and_memory_add_up(system: str, shape: Shape) -> None:
     if not counters["preemptions"]:
         assert moved == loads
     assert counters["useful_bytes"] + counters["wasted_bytes"] <= counters["prefetch_bytes"]
+    # Host memory: every load asks it once, and what is on the SSD is read at most once for each.
+    if shape.host_slots is not None and shape.host_slots < shape.layers * shape.experts:
+        begun = decisions_of(outcome)["kind"].to_pylist().count("Load")
+        assert counters["host_hits"] + counters["host_misses"] == begun
+        assert counters["ssd_bytes"] <= counters["host_misses"] * expert_bytes
+    else:
+        assert "ssd" not in outcome.busy_s
     # Memory: by purpose within what the devices have.
     shares = plan.devices
     assert outcome.memory_bytes["expert_slots"] == plan.slots * expert_bytes

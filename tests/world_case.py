@@ -95,6 +95,7 @@ def small_machine(devices: int = 1, **changes: float | None) -> HardwareProfile:
         "link_bandwidth": 1e10,
         "link_chunk_bytes": 100_000,
         "copy_slowdown": 1.0,
+        "host_bandwidth": None,
         "search_latency_s": 1e-5,
         "search_rate": 1e9,
     }
@@ -257,12 +258,20 @@ class Shape:
     bandwidth: float
     search_rate: float
     copy_slowdown: float
+    host_slots: int | None  # experts that host memory holds, the others being on an SSD; None: all
+    host_bandwidth: float | None
+    dense: str
+    peer_link: str
     requests: tuple[Request, ...]
     seed: int
 
     def cell(self, system: str) -> CellInputs:
         """With that system."""
         model = small_model(self.layers, self.experts, self.top_k)
+        host: dict[str, float | None] = {"host_bandwidth": self.host_bandwidth}
+        if self.host_slots is not None:
+            host["host_memory_bytes"] = self.host_slots * model.expert_bytes("bf16")
+            host |= {"ssd_latency_s": 2e-5, "ssd_bandwidth": 2e9}
         return cell(
             system,
             model,
@@ -271,6 +280,7 @@ class Shape:
                 link_bandwidth=self.bandwidth,
                 search_rate=self.search_rate,
                 copy_slowdown=self.copy_slowdown,
+                **host,
             ),
             MadeRouting(model, embedding_width=self.embedding_width, seed=self.seed),
             self.requests,
@@ -284,6 +294,8 @@ class Shape:
                 "frequency": self.frequency,
                 "frequency_decay": self.frequency_decay,
                 "preempt_scope": self.preempt_scope,
+                "dense": self.dense,
+                "peer_link": self.peer_link,
             },
         )
 
@@ -312,6 +324,10 @@ def shapes(draw: st.DrawFn) -> Shape:
         bandwidth=draw(st.sampled_from([1e9, 1e10, 1e11])),
         search_rate=draw(st.sampled_from([1e5, 1e9])),
         copy_slowdown=draw(st.sampled_from([1.0, 1.25])),
+        host_slots=draw(st.none() | st.integers(devices, layers * experts)),
+        host_bandwidth=draw(st.sampled_from([None, 1.5e10])),
+        dense=draw(st.sampled_from(["device0", "replicated"])),
+        peer_link=draw(st.sampled_from(["nvlink", "pcie"])),
         requests=tuple(
             Request(index, arrival_s - arrivals[0], draw(st.integers(1, 12)), draw(st.integers(1, 6)))
             for index, arrival_s in enumerate(arrivals)
