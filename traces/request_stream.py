@@ -66,7 +66,8 @@ def selected_rows(recipe: Recipe) -> Iterator[Rows]:
             drawn_s = float(arrival_s[-1])
         else:
             origin = int(batch.ticks[0]) if origin is None else origin
-            arrival_s = (batch.ticks - origin) / SECOND * (1.0 if recipe.scale is None else recipe.scale)
+            with np.errstate(over="ignore"):  # `check_span` refuses what overflows
+                arrival_s = (batch.ticks - origin) / SECOND * (1.0 if recipe.scale is None else recipe.scale)
         if recipe.scale is not None:
             check_span(recipe, int(index[-1]), float(arrival_s[-1]))
         batch = replace(
