@@ -29,7 +29,7 @@ Switch: TypeAlias = bool | None
 @app.command()
 def simulate_command(
     trace: Annotated[
-        Text, _option("Request trace: Azure or Vidur CSV, Mooncake JSONL, Parquet.", "FILE")
+        Text, _option("Request trace: CSV, JSON or Parquet; see docs/request-formats.md.", "FILE")
     ] = None,
     model: Annotated[Text, _option("Model by name, or a config.json. [mixtral-8x7b]", "NAME|FILE")] = None,
     hardware: Annotated[
@@ -62,6 +62,7 @@ def simulate_command(
     backend: Annotated[Text, _option("Where the commands of the policy go. [sim]", "sim|cpu|cuda")] = None,
     num_requests: Annotated[Text, _option("Requests taken from the trace. [256]", "N|all")] = None,
     start: Annotated[Text, _option("Requests left out at the beginning of the trace. [0]", "N")] = None,
+    sample: Annotated[Text, _option("Draw this many of these requests at random.", "N")] = None,
     sort: Annotated[Switch, _option("Accept a trace whose time stamps go backward.")] = None,
     time_scale: Annotated[Text, _option("Factor on the gaps between arrivals. [1]", "X")] = None,
     rate: Annotated[
@@ -128,6 +129,7 @@ def simulate_command(
         "backend": backend,
         "num_requests": num_requests,
         "start": start,
+        "sample": sample,
         "sort": sort,
         "time_scale": time_scale,
         "rate": rate,

@@ -27,6 +27,8 @@ def print_header(plan: Plan) -> None:
         f"{number(trace['prompt_tokens_mean'])} and output {number(trace['output_tokens_mean'])} tokens; "
         f"{plan.evidence['trace']}"
     )
+    for remark in trace["remarks"]:
+        print(f"note      {remark}")
     print(f"routing   {plan.evidence['routing']}: {plan.evidence['routing_notes']}")
     for profile in plan.profiles:
         labels = _hardware(plan.evidence["hardware"][profile.name])

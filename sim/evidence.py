@@ -9,38 +9,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..calibration.profile import HardwareProfile
     from ..policy.models import ModelSpec
-    from ..traces.requests import RequestTrace
+    from ..traces.requests import RequestSelection, RequestTrace
     from ..traces.routing import RoutingSource
     from .settings import RunSettings
     from .world import Requests
 
 
 def describe_trace(
-    trace: RequestTrace, served: Mapping[float | None, Requests], training: Requests
+    trace: RequestTrace, served: Mapping[float | None, RequestSelection], training: Requests
 ) -> dict[str, Any]:
     """What the results say of the requests; span and rate are null where several rates are swept."""
     requests = next(iter(served.values()))
-    iterator = iter(requests)
-    first = last = next(iterator)
-    prompt_tokens, output_tokens = first.prompt_tokens, first.output_tokens
-    for last in iterator:
-        prompt_tokens += last.prompt_tokens
-        output_tokens += last.output_tokens
-    count = len(requests)
-    span_s = last.arrival_s - first.arrival_s
+    span_s = requests.span_s
     one_rate = len(served) == 1
     return {
         "path": str(trace.path),
         "format": trace.format,
         "synthetic": trace.synthetic,
-        "requests": count,
+        "requests": len(requests),
         "training_requests": len(training),
-        "first_request": first.index,
+        "first_request": requests.first_index,
         "span_s": span_s if one_rate else None,
-        "rate_per_s": (count - 1) / span_s if one_rate and span_s > 0 else None,
+        "rate_per_s": (len(requests) - 1) / span_s if one_rate and span_s > 0 else None,
         "rates_per_s": [rate for rate in served if rate is not None],
-        "prompt_tokens_mean": prompt_tokens / count,
-        "output_tokens_mean": output_tokens / count,
+        "prompt_tokens_mean": requests.prompt_tokens_mean,
+        "output_tokens_mean": requests.output_tokens_mean,
+        "left_out": requests.left_out,
+        "remarks": list(dict.fromkeys(text for one in served.values() for text in one.remarks)),
     }
 
 

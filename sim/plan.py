@@ -16,7 +16,7 @@ from ..policy.models import ModelSpec, load_model_spec
 from ..policy.system import System
 from ..policy.systems import find_systems
 from ..serving.cells import CellKey, cell_labels, cell_names
-from ..traces.requests import Request, RequestTrace, open_requests, select_requests
+from ..traces.requests import RequestSelection, RequestTrace, open_requests, select_requests
 from ..traces.routing import RoutingSource
 from ..traces.routing_file import RoutingFile
 from ..traces.routing_preset import load_preset, preset_for
@@ -45,7 +45,7 @@ class Cell:
     expert_cache_bytes: int
     profile: HardwareProfile
     rate_per_s: float | None
-    requests: Requests
+    requests: RequestSelection
     memory: MemoryPlan | None
     problem: str = ""
     name: str = ""
@@ -72,7 +72,7 @@ class Plan:
     warnings: tuple[str, ...]
 
     @property
-    def requests(self) -> Requests:
+    def requests(self) -> RequestSelection:
         """Those of the first cell: all cells serve the same ones, each at its rate."""
         return self.cells[0].requests
 
@@ -98,7 +98,6 @@ def make_plan(settings: RunSettings) -> Plan:
             "Give a smaller number."
         )
     routing = _routing(settings, model)
-    longest = max(request.prompt_tokens + request.output_tokens for request in requests)
     inactive = {system.name: _inactive(system, routing, requests, settings) for system in systems}
     cells = _named(
         [
@@ -106,7 +105,7 @@ def make_plan(settings: RunSettings) -> Plan:
             for system in systems
             for text, size in _sizes(system, sizes, model, settings).items()
             for profile in profiles
-            for cell in _cells(system, text, size, profile, served, model, settings, longest, inactive)
+            for cell in _cells(system, text, size, profile, served, model, settings, inactive)
         ]
     )
     return Plan(
@@ -123,6 +122,7 @@ def make_plan(settings: RunSettings) -> Plan:
 
 
 def _profiles(settings: RunSettings) -> tuple[HardwareProfile, ...]:
+    """The machines, each with the same figures changed."""
     profiles: dict[str, HardwareProfile] = {}
     for name in settings.hardware:
         profile = load_machine(
@@ -140,29 +140,29 @@ def _profiles(settings: RunSettings) -> tuple[HardwareProfile, ...]:
     return tuple(profiles.values())
 
 
-def _select(trace: RequestTrace, settings: RunSettings, rate: float | None) -> list[Request]:
-    return list(
-        select_requests(
-            trace,
-            num_requests=None if settings.num_requests == "all" else settings.num_requests,
-            start=settings.start,
-            time_scale=settings.time_scale,
-            rate=rate,
-            prompt_tokens=settings.prompt_tokens,
-            output_tokens=settings.output_tokens,
-        )
+def _select(trace: RequestTrace, settings: RunSettings, rate: float | None) -> RequestSelection:
+    return select_requests(
+        trace,
+        num_requests=None if settings.num_requests == "all" else settings.num_requests,
+        start=settings.start,
+        sample=settings.sample,
+        time_scale=settings.time_scale,
+        rate=rate,
+        prompt_tokens=settings.prompt_tokens,
+        output_tokens=settings.output_tokens,
+        seed=settings.seed,
     )
 
 
-def _split(selected: list[Request], settings: RunSettings) -> tuple[list[Request], list[Request]]:
+def _split(selected: RequestSelection, settings: RunSettings) -> tuple[RequestSelection, Requests]:
     """Requests that are served, and those that fill the store first; both in order of the trace."""
-    if not settings.offline:
-        return selected, []
-    count = int(TRAINING_SHARE * len(selected))
+    count = int(TRAINING_SHARE * len(selected)) if settings.offline else 0
+    if not count:
+        return selected, ()
     rng = np.random.default_rng([settings.seed, _SPLIT_STREAM])
-    chosen = set(rng.permutation(len(selected))[:count].tolist())
-    served = [request for place, request in enumerate(selected) if place not in chosen]
-    return served, [request for place, request in enumerate(selected) if place in chosen]
+    stored = np.zeros(len(selected), np.bool_)
+    stored[rng.permutation(len(selected))[:count]] = True
+    return selected.part(~stored), selected.part(stored)
 
 
 def _routing(settings: RunSettings, model: ModelSpec) -> RoutingSource:
@@ -200,14 +200,14 @@ def _cells(
     expert_cache: str,
     expert_cache_bytes: int,
     profile: HardwareProfile,
-    served: Mapping[float | None, Requests],
+    served: Mapping[float | None, RequestSelection],
     model: ModelSpec,
     settings: RunSettings,
-    longest: int,
     inactive: Mapping[str, str],
 ) -> list[Cell]:
     """One system, cache size and machine at every rate."""
     memory = None
+    longest = next(iter(served.values())).longest_tokens  # rates change no length
     problem = f"INACTIVE: {inactive[system.name]}" if inactive[system.name] else ""
     try:
         if not problem:

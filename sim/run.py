@@ -120,6 +120,7 @@ def _run(
         training=plan.training,
         routing=plan.routing,
         settings=settings,
+        longest_tokens=cell.requests.longest_tokens,
     )
 
     def report(progress: Progress) -> None:

@@ -32,7 +32,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     trace: str  # path of a request trace
     model: str = "mixtral-8x7b"  # a name, or the path of a config.json
     hardware: tuple[str, ...] = ("rtx3090x6",)  # names, or paths of profiles
-    set: tuple[str, ...] = ()  # figures of the profile, changed: "link.bandwidth=55GB/s"
+    set: tuple[str, ...] = ()  # figures of the profiles, changed: "link.bandwidth=55GB/s"
     host_memory: str | None = None  # in place of the profile's own; what does not fit is on the SSD
     dense: Dense = "device0"  # where dense weights and KV cache are
     peer_link: PeerLink = "nvlink"  # what activations take between devices
@@ -45,6 +45,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     num_requests: int | Literal["all"] = 256
     sort: bool = False  # accept time stamps that go backward
     start: int = 0  # requests of the trace left out at its beginning
+    sample: int | None = None  # draw that many of them at random
     time_scale: float = 1.0  # factor on the gaps between arrivals
     rate: tuple[float, ...] = ()  # requests per second, in place of the trace's own; excludes time_scale
     prompt_tokens: int | None = None  # in place of the trace's own
@@ -121,6 +122,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 _LEAST = {
     "num_requests": 1,
     "start": 0,
+    "sample": 1,
     "prompt_tokens": 1,
     "output_tokens": 1,
     "max_num_seqs": 1,

@@ -60,6 +60,7 @@ class CellInputs:
     training: Requests
     routing: RoutingSource
     settings: RunSettings
+    longest_tokens: int | None = None  # prompt and output of one request at most; None: look
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,9 @@ def plan_cell(inputs: CellInputs) -> MemoryPlan:
         if inputs.system.preload == "all"
         else inputs.expert_cache_bytes
     )
-    longest = max((r.prompt_tokens + r.output_tokens for r in inputs.requests), default=1)
+    longest = inputs.longest_tokens
+    if longest is None:
+        longest = max((r.prompt_tokens + r.output_tokens for r in inputs.requests), default=1)
     return plan_memory(
         inputs.model,
         inputs.expert_dtype,

@@ -152,7 +152,6 @@ def _check_memory(events: list[Event], outcome: CellOutcome, inputs: CellInputs)
     slots: dict[int, dict[int, int]] = defaultdict(dict)  # device → slot → expert
     partial: set[int] = set()
     kv_times, kv_tokens = _kv_tokens(outcome)
-    with_kv = sum(share.kv_bytes > 0 for share in plan.devices)
     for event in events:
         kind, expert = event["kind"], event["expert"]
         device = expert % devices
@@ -176,7 +175,7 @@ def _check_memory(events: list[Event], outcome: CellOutcome, inputs: CellInputs)
             slots[device] = {slot: other for slot, other in slots[device].items() if other != expert}
         running = int(kv_tokens[np.searchsorted(kv_times, event["time_s"], side="right")])
         for place, share in enumerate(plan.devices):
-            kv = running * plan.kv_bytes_per_token if share.kv_bytes and with_kv == 1 else 0
+            kv = running * plan.kv_bytes_per_token if place == 0 and not plan.replicated else 0
             used = share.reserve_bytes + share.dense_bytes + len(slots[place]) * plan.expert_bytes + kv
             assert used <= share.capacity_bytes
             assert len(slots[place]) * plan.expert_bytes <= share.expert_slot_bytes

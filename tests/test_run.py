@@ -45,6 +45,16 @@ def test_offline_serves_what_the_store_has_not_seen(trace: Path) -> None:
     assert not plan(trace).training
 
 
+def test_a_sample_is_drawn_by_the_seed(trace: Path) -> None:
+    drawn = [[request.index for request in plan(trace, sample=5, seed=seed).requests] for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] == sorted(set(drawn[0]))
+    assert len(drawn[0]) == 5
+    assert drawn[2] != drawn[0]
+    assert plan(trace, sample=5).trace["remarks"] == ["5 of 20 requests, drawn at random (seed 0)"]
+    both = plan(trace, sample=10, offline=True)
+    assert (len(both.requests), len(both.training)) == (3, 7)
+
+
 def test_a_preloaded_system_runs_once(trace: Path) -> None:
     cells = plan(trace, policy="lru,no-offload", expert_cache="0.25,0.5").cells
     assert [cell.name for cell in cells] == ["lru-0.25", "lru-0.5", "no-offload-all"]
