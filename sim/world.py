@@ -227,7 +227,7 @@ class _World:
             counted_s=counted_s,
             notes=(
                 *self._plan.warnings,
-                *_inactive(self._inputs),
+                *_inactive(self._inputs, self._plan.slots, int(self._options["layer_quota"])),
                 *ssd_note(counters, busy_s.get("ssd", 0.0), counted_s),
             ),
         )
@@ -375,8 +375,16 @@ class _Reading:
     busy_s: dict[str, float]
 
 
-def _inactive(inputs: CellInputs) -> tuple[str, ...]:
-    """Mechanisms of the system that the routing gives no signal for."""
+def _inactive(inputs: CellInputs, slots: int, layer_quota: int) -> tuple[str, ...]:
+    """Mechanisms of the system that the routing gives no signal for, or the cache no room."""
+    notes = []
     if inputs.system.semantic and inputs.routing.meta.embedding_width == 0:
-        return ("semantic: INACTIVE (the routing has no embeddings)",)
-    return ()
+        notes.append("semantic: INACTIVE (the routing has no embeddings)")
+    if inputs.system.layer_cache and layer_quota == 0:
+        model = inputs.model
+        notes.append(
+            f"layer cache: INACTIVE ({slots} expert slots are less than one for each of {model.layers} layers "
+            f"and {model.top_k} to stage in: one LRU for all layers instead). "
+            f"Give {model.layers + model.top_k}slots or more."
+        )
+    return tuple(notes)
