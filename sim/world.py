@@ -383,8 +383,8 @@ def _inactive(inputs: CellInputs, slots: int, layer_quota: int) -> tuple[str, ..
     if inputs.system.layer_cache and layer_quota == 0:
         model = inputs.model
         notes.append(
-            f"layer cache: INACTIVE ({slots} expert slots are less than one for each of {model.layers} layers "
-            f"and {model.top_k} to stage in: one LRU for all layers instead). "
+            f"layer cache: INACTIVE ({slots} expert slots are fewer than one for each of {model.layers} "
+            f"layers and {model.top_k} to stage in: one LRU for all layers instead). "
             f"Give {model.layers + model.top_k}slots or more."
         )
     return tuple(notes)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from core_walk import Core
+from compiled_core import CompiledCore
 from finemoe.policy.core import core_options, popular_experts
 from finemoe.policy.systems import find_system
 from reference_core import ReferenceCore
@@ -23,6 +23,7 @@ from reference_state import Command, Config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs" / "systems"
+AnyCore = CompiledCore | ReferenceCore
 HEADER = ("event", "hits, late, misses", "commands", "why")
 SIZES = {
     "devices": 1,
@@ -36,7 +37,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Trace:
-    """One table of a page with the block of sizes before it; `inputs` is what the core is not told of there."""
+    """One table of a page, with the sizes before it and the `inputs` that are known before the run."""
 
     page: str
     system: str
@@ -70,7 +71,7 @@ def _traces_of(path: Path) -> list[Trace]:
             continue
         given = tomllib.loads(block)
         names = given.pop("system")
-        inputs = {name: given.pop(name) for name in ("store", "popularity") if name in given}
+        inputs: dict[str, Any] = {name: given.pop(name) for name in ("store", "popularity") if name in given}
         found += [Trace(path.stem, name, given, inputs, rows) for name in names]
     return found
 
@@ -92,7 +93,9 @@ def table(text: str, header: Sequence[str]) -> list[list[str]]:
 def equations(text: str) -> list[str]:
     """Every `a = b = …` in the text and its tables."""
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    return [code for code in re.findall(r"`([^`]+)`", text) if re.fullmatch(r"[-0-9.+·−√²*/() =]+ = .*", code)]
+    return [
+        code for code in re.findall(r"`([^`]+)`", text) if re.fullmatch(r"[-0-9.+·−√²*/() =]+ = .*", code)
+    ]
 
 
 def sides(equation: str) -> list[float]:
@@ -105,7 +108,7 @@ def sides(equation: str) -> list[float]:
 class Player:
     """Plays a trace's events into a core and says what came of each row."""
 
-    def __init__(self, trace: Trace, core: Core) -> None:
+    def __init__(self, trace: Trace, core: AnyCore) -> None:
         self.core = core
         self.config = trace.config()
         self.inputs = trace.inputs
@@ -133,7 +136,7 @@ class Player:
             case "preload":
                 if "popularity" in self.inputs:
                     assert whole == self._popular()
-                return core.preload(whole)  # type: ignore[attr-defined,no-any-return]
+                return core.preload(whole)
             case "foresight":
                 steps = plain.partition(":")[2].split(",")
                 return core.foresight(whole[0], [[int(e) for e in step.split("+")] for step in steps])
@@ -185,7 +188,9 @@ def command_text(command: Command) -> str:
     match command:
         case ("Load", expert, _, slot, offset, _, kind, evicts):
             start = f" from byte {offset}" if offset else ""
-            return f"Load {kind} {expert} into slot {slot}{start}" + (f" evicts {evicts}" if evicts >= 0 else "")
+            return f"Load {kind} {expert} into slot {slot}{start}" + (
+                f" evicts {evicts}" if evicts >= 0 else ""
+            )
         case ("Wait", experts):
             return f"Wait {', '.join(map(str, experts))}"
         case ("Search", ticket, "update", _, _, work, _):

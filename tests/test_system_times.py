@@ -15,7 +15,16 @@ import pytest
 from finemoe.sim.world import CellOutcome
 from finemoe.traces.requests import Request
 from finemoe.traces.routing import RequestRouting
-from world_case import ListedRouting, MadeRouting, cell, decisions_of, routing_of, serve, small_machine, small_model
+from world_case import (
+    ListedRouting,
+    MadeRouting,
+    cell,
+    decisions_of,
+    routing_of,
+    serve,
+    small_machine,
+    small_model,
+)
 
 MODEL = msgspec.structs.replace(
     small_model(2, 4, 1),
@@ -86,13 +95,11 @@ def test_moe_infinitys_demand_loads_go_on_while_it_searches() -> None:
     assert times_ms(outcome)[1] == [3.5, 1.0, 7.0, 11.5]
 
 
-@pytest.mark.parametrize(
-    ("system", "load_ms"), [("mixtral-offloading", 4.5), ("mixtral-offloading+wb", 9.0)]
-)
+@pytest.mark.parametrize(("system", "load_ms"), [("mixtral-offloading", 4.5), ("mixtral-offloading+wb", 9.0)])
 def test_mixtral_offloading_waits_for_what_it_staged(system: str, load_ms: float) -> None:
     """Expert 5 is guessed rightly, then 6 wrongly for 7.
 
-    Iteration 0: expert 0 is missed at 2 ms; then expert 5 is staged, while expert 0 is computed: 1 ms of its load.
+    Iteration 0: expert 0 is missed at 2 ms; then expert 5 is staged, 1 ms of it while expert 0 is computed.
     Iteration 1: a hit at once; 1 ms of expert 6's load passes in computation, then expert 7 is missed.
     A copy back to the host doubles each load, its latency too.
     """

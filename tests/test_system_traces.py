@@ -37,7 +37,9 @@ def test_the_plain_core_gives_the_pages_numbers(trace: Trace) -> None:
 
 @pytest.mark.parametrize("page", sorted({trace.page for trace in TRACES} - {"ablations"}))
 def test_a_page_sums_its_trace_up(page: str) -> None:
-    said = re.search(r"^(\d+) hits? (?:and one late )?of (\d+)", (PAGES / f"{page}.md").read_text("utf-8"), re.M)
+    said = re.search(
+        r"^(\d+) hits? (?:and one late )?of (\d+)", (PAGES / f"{page}.md").read_text("utf-8"), re.M
+    )
     trace = next(trace for trace in TRACES if trace.page == page)
     counts = [list(map(int, cells[1].split(", "))) for cells in trace.rows if cells[1]]
     assert said is not None
@@ -46,7 +48,11 @@ def test_a_page_sums_its_trace_up(page: str) -> None:
 
 @pytest.mark.parametrize(
     ("page", "equation"),
-    [(path.stem, found) for path in sorted(PAGES.glob("*.md")) for found in equations(path.read_text("utf-8"))],
+    [
+        (path.stem, found)
+        for path in sorted(PAGES.glob("*.md"))
+        for found in equations(path.read_text("utf-8"))
+    ],
 )
 def test_every_equation_of_the_pages_holds(page: str, equation: str) -> None:
     values = sides(equation)
