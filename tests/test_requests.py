@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from finemoe.errors import SettingError, TraceError
 from finemoe.traces.requests import Request, RequestTrace, open_requests, select_requests
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from request_writers import COLUMNS, Look, Rows, write_parquet, write_text
 from shared_data import shared
@@ -67,6 +67,7 @@ def check(trace: RequestTrace, rows: Rows, batch_rows: int = 8192) -> None:
     assert {batch.arrival_s.dtype for batch in batches} == {np.dtype(np.float64)}
 
 
+@settings(deadline=None)
 @given(rows=tables(), form=st.sampled_from(list(COLUMNS)), look=looks, batch=st.integers(1, 40))
 def test_text_round_trip(folder: Path, rows: Rows, form: str, look: Look, batch: int) -> None:
     path = folder / "trace.parquet"  # a misleading name on purpose
@@ -77,6 +78,7 @@ def test_text_round_trip(folder: Path, rows: Rows, form: str, look: Look, batch:
     check(trace, rows, batch)
 
 
+@settings(deadline=None)
 @given(
     rows=tables(start=AZURE_START),
     form=st.sampled_from(list(COLUMNS)),
@@ -94,6 +96,7 @@ def test_parquet_round_trip(
     check(open_requests(path), rows, batch)
 
 
+@settings(deadline=None)
 @given(rows=tables(start=0), form=st.sampled_from(list(COLUMNS)))
 def test_parquet_with_times_as_numbers(folder: Path, rows: Rows, form: str) -> None:
     path = folder / "numbers"
@@ -123,6 +126,7 @@ def test_a_csv_comment_labels_a_trace_synthetic(tmp_path: Path) -> None:
     assert open_requests(path).synthetic
 
 
+@settings(deadline=None)
 @given(rows=st.permutations([(5, 1, 1), (5, 2, 1), (0, 3, 1), (7, 4, 1), (7, 5, 1), (2, 6, 1)]))
 def test_sort_is_stable(folder: Path, rows: Rows) -> None:
     path = folder / "unsorted.csv"
@@ -184,6 +188,7 @@ def test_rate_is_the_mean_rate_of_the_selected_requests(tmp_path: Path) -> None:
     assert alone == [Request(4, 0.0, 30, 40)]
 
 
+@settings(deadline=None)
 @given(rows=tables(), start=st.integers(0, 40), count=st.none() | st.integers(1, 40))
 def test_selection_equals_slicing(folder: Path, rows: Rows, start: int, count: int | None) -> None:
     write_text(folder / "slice.csv", "azure", rows, Look())
@@ -227,6 +232,8 @@ def test_selection_stops_reading(tmp_path: Path) -> None:
         ({"sample": 3, "num_requests": 2}, "sample = 3, but only 2 requests"),
         ({"seed": -1}, "seed = -1: must be 0 to"),
         ({"time_scale": 1e9}, "--time-scale is 1e\\+09: request 4 of .* would arrive at 1.5e\\+10 s"),
+        ({"time_scale": 1e308}, "--time-scale is 1e\\+308: request 4 of .* would arrive at inf s"),
+        ({"rate": 1e-315}, "--rate is 1e-315: request 4 of .* would arrive at inf s"),
         ({"rate": 1e-10}, "--rate is 1e-10: request 4 of .* would arrive at 4e\\+10 s"),
     ],
 )

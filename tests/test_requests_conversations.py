@@ -13,7 +13,7 @@ from finemoe.errors import TraceError
 from finemoe.traces import request_json
 from finemoe.traces.request_info import convert_requests, trace_info
 from finemoe.traces.requests import Request, RequestTrace, open_requests, select_requests
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from request_writers import KEYS, Conversation, Look, invalid_utf8, write_conversations
 
@@ -70,6 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("conversations")
 
 
+@settings(deadline=None)
 @given(
     written=conversations,
     form=st.sampled_from(["sharegpt", "lmsys"]),
@@ -95,6 +96,7 @@ def test_round_trip(
     assert read(trace, rows) == (requests, len(written) - len(requests))
 
 
+@settings(deadline=None)
 @given(written=conversations, data=st.data())
 def test_arrays_are_cut_right_wherever_a_block_ends(
     folder: Path, written: list[Conversation], data: st.DataObject

@@ -11,7 +11,7 @@ import pytest
 from finemoe.errors import TraceError
 from finemoe.traces.request_info import convert_requests, trace_info
 from finemoe.traces.requests import Request, open_requests, select_requests
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from request_writers import COLUMNS, Look, Rows, write_parquet, write_text
 
@@ -95,6 +95,7 @@ def test_burstgpt_leaves_out_failed_requests(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sort", [False, True])
 @pytest.mark.parametrize("form", list(COLUMNS))
+@settings(deadline=None)
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 3), st.sampled_from([0, 1, 9]), st.sampled_from([0, 1, 9])), max_size=30

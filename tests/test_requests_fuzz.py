@@ -11,7 +11,7 @@ import pytest
 from finemoe.errors import SettingError, TraceError
 from finemoe.traces.request_info import convert_requests, trace_info
 from finemoe.traces.requests import Request, open_requests, select_requests
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from request_writers import COLUMNS, Conversation, Look, Rows, write_conversations, write_parquet, write_text
 
@@ -70,6 +70,7 @@ def read(path: Path) -> list[Request] | str:
 
 
 @pytest.mark.parametrize("name", list(WRITERS))
+@settings(deadline=None, derandomize=True)
 @given(changes=damages(), gzipped=st.booleans())
 def test_damaged_files(
     folder: Path, name: str, changes: list[tuple[str, float, float, bytes]], gzipped: bool

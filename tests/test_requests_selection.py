@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from finemoe.errors import SettingError, TraceError
 from finemoe.traces.requests import MAX_SPAN_S, RequestSelection, RequestTrace, open_requests, select_requests
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from request_writers import Look, Rows, write_conversations, write_text
 
@@ -47,6 +47,7 @@ def check_figures(selection: RequestSelection) -> None:
     assert selection.longest_tokens == max(r.prompt_tokens + r.output_tokens for r in requests)
 
 
+@settings(deadline=None)
 @given(
     gaps=st.lists(st.integers(0, 3), min_size=1, max_size=40),
     start=st.integers(0, 5),
@@ -162,9 +163,12 @@ def test_times_that_are_not_there_cannot_be_scaled(tmp_path: Path) -> None:
         SettingError, match=r"--rate is 1e-12: request 2 of .* would arrive at .* greater one"
     ):
         select_requests(trace, num_requests=None, rate=1e-12)
+    with pytest.raises(SettingError, match=r"--rate is 1e-315: request 2 of .* would arrive at inf s"):
+        select_requests(trace, num_requests=None, rate=1e-315)
     assert select_requests(trace, num_requests=None, rate=1 / MAX_SPAN_S * 10).span_s < MAX_SPAN_S
 
 
+@settings(deadline=None)
 @given(keep=st.lists(st.booleans(), min_size=30, max_size=30), rate=st.none() | st.just(2.0))
 def test_parts(folder: Path, keep: list[bool], rate: float | None) -> None:
     whole = select_requests(steady(folder / "p", 40), num_requests=30, start=5, rate=rate, prompt_tokens=3)

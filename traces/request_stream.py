@@ -66,7 +66,7 @@ def selected_rows(recipe: Recipe) -> Iterator[Rows]:
             drawn_s = float(arrival_s[-1])
         else:
             origin = int(batch.ticks[0]) if origin is None else origin
-            with np.errstate(over="ignore"):  # `check_span` refuses what overflows
+            with np.errstate(over="ignore"):  # infinite times are refused below
                 arrival_s = (batch.ticks - origin) / SECOND * (1.0 if recipe.scale is None else recipe.scale)
         if recipe.scale is not None:
             check_span(recipe, int(index[-1]), float(arrival_s[-1]))
@@ -85,7 +85,8 @@ def selected_rows(recipe: Recipe) -> Iterator[Rows]:
 def _poisson(rng: np.random.Generator, rate: float, last_s: float | None, count: int) -> Floats:
     """The next `count` arrivals after `last_s`; the very first request arrives at 0 s."""
     # By inverse CDF: the stream of uniforms is the one that NumPy keeps stable.
-    gap_s = -np.log1p(-rng.random(count if last_s is not None else count - 1)) / rate
+    with np.errstate(over="ignore"):  # infinite times are refused by the caller
+        gap_s = -np.log1p(-rng.random(count if last_s is not None else count - 1)) / rate
     arrivals: Floats = np.cumsum(np.concatenate([[last_s or 0.0], gap_s]))
     return arrivals if last_s is None else arrivals[1:]
 
