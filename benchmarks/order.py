@@ -11,6 +11,7 @@ import argparse
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import finemoe
 from finemoe.serving.metrics import CellSummary
@@ -52,7 +53,13 @@ def breakdown(runs: Sequence[CellSummary], size: str) -> None:
         (run for run in runs if run.expert_cache in (size, "all") and run.ran),
         key=lambda run: run.tpot_s.mean or 0.0,
     ):
-        shares = (run.compute_share, run.stall_share, run.search_wait_share, run.link_busy_share, run.late_rate)
+        shares = (
+            run.compute_share,
+            run.stall_share,
+            run.search_wait_share,
+            run.link_busy_share,
+            run.late_rate,
+        )
         cells = " | ".join("n/a" if share is None else f"{share:.1%}" for share in shares)
         print(f"| {run.policy} | {_text(run.tpot_s.mean)} | {cells} |")
     print()
@@ -86,7 +93,7 @@ def main() -> None:
     trace = args.data / "requests" / "AzureLLMInferenceTrace_conv.csv"
     with tempfile.TemporaryDirectory() as folder:
         for model in args.only.split(","):
-            options: dict[str, object] = {
+            options: dict[str, Any] = {
                 "policy": args.policy,
                 "num_requests": args.requests,
                 "decisions": 0,

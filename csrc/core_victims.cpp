@@ -48,10 +48,14 @@ ExpertId Core::quota_victim(const Device& d, ExpertId wanted) {
     return victim_if(d, [&](ExpertId e) { return layer_of(e) == layer && settled(e); });
 }
 
-// What nobody would miss: prefetches that were not used, and what is beyond its layer's quota.
+// What nobody would miss: prefetches that were not used when they should have been, and what is beyond its
+// layer's quota.
 ExpertId Core::spare_victim(const Device& d) {
-    return victim_if(d,
-                     [&](ExpertId e) { return at(e).spare || (at(e).unused && layer_of(e) <= layer_now_); });
+    const std::int64_t began = iteration_ * config_.layers;  // gates before this iteration's first
+    return victim_if(d, [&](ExpertId id) {
+        const Expert& e = at(id);
+        return e.spare || (e.unused && (layer_of(id) <= layer_now_ || e.stamp < began));
+    });
 }
 
 // With a quota a prefetch takes the place of a spare expert, never of anything else.

@@ -163,7 +163,8 @@ class RuleObserver(Picture):
         if not self.config.layer_quota:
             return set(), set()
         settled = self.settled(expert // self.config.experts)
-        past = {e for e in self.unused if e // self.config.experts <= self.layer}
+        began = self.iteration * self.config.layers  # gates before this iteration's first
+        past = {e for e in self.unused if e // self.config.experts <= self.layer or self.stamps[e] < began}
         enough = len(settled) >= self.config.layer_quota
         return settled & victims if enough else set(), (past | self.spare) & victims
 

@@ -149,7 +149,9 @@ class Slots:
 
     def staged_victim(self, device: int) -> int | None:
         """Of the experts that a layer has beside its quota, who leaves first."""
-        past = [e for e in self.held(device) if self.states[e].unused and self.layer_of(e) <= self.l_now]
+        began = self.iteration * self.config.layers  # gates before this iteration's first
+        unused = [e for e in self.held(device) if self.states[e].unused]
+        past = [e for e in unused if self.layer_of(e) <= self.l_now or self.states[e].stamp < began]
         return self.first_to_go(past + [e for e in self.held(device) if self.states[e].spare])
 
     def quota_victim(self, expert: int) -> int | None:
