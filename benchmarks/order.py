@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--policy", default="all")
+    parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--only", default=",".join([*MODELS, *RECORDED]))
     args = parser.parse_args()
     trace = args.data / "requests" / "AzureLLMInferenceTrace_conv.csv"
@@ -97,6 +98,7 @@ def main() -> None:
                 "policy": args.policy,
                 "num_requests": args.requests,
                 "decisions": 0,
+                "max_num_seqs": args.max_num_seqs,
                 "model": model,
                 "output": Path(folder) / model,
             }
