@@ -43,19 +43,25 @@ class SettingError(InputError):
 class PolicyError(InputError):
     """A user's policy that failed: which one, where, and the user's own traceback.
 
-    The text has several lines: ``POLICY: METHOD failed at PLACE`` and the traceback, from the user's file on.
+    `place` is iteration, layer and method, as far as there are any; the text reads
+    ``POLICY: PLACE: what is wrong`` and has the traceback, from the user's file on, in the lines after that.
     """
 
-    def __init__(self, policy: str, problem: str, traceback: str = "") -> None:
+    def __init__(self, policy: str, place: str, problem: str, traceback: str = "") -> None:
         # All arguments are passed on: SimPy copies an exception by its arguments.
-        super().__init__(policy, problem, traceback)
+        super().__init__(policy, place, problem, traceback)
         self.policy = policy
+        self.place = place
         self.problem = problem
         self.traceback = traceback.rstrip("\n")
 
+    @property
+    def headline(self) -> str:
+        """The text without the traceback."""
+        return ": ".join(part for part in (self.policy, self.place, self.problem) if part)
+
     def __str__(self) -> str:
-        head = f"{self.policy}: {self.problem}"
-        return f"{head}\n{self.traceback}" if self.traceback else head
+        return f"{self.headline}\n{self.traceback}" if self.traceback else self.headline
 
 
 class CapacityError(FineMoEError):

@@ -25,7 +25,7 @@ def run(app: typer.Typer, name: str) -> NoReturn:
         _drop_output()
         code = EXIT_CLOSED_PIPE
     except PolicyError as error:
-        code = fail(f"{error.policy}: {error.problem}", error.traceback)
+        code = fail(error.headline, error.traceback)
     except (InputError, CapacityError) as error:
         code = fail(str(error))
     except (KeyboardInterrupt, typer.Abort):

@@ -59,7 +59,7 @@ def import_file(text: str, path: Path) -> ImportedFile:
     except USERS_ERRORS as error:
         del sys.modules[private]
         shown = users_traceback(error, (__file__,))
-        raise PolicyError(text, f"{path.name} cannot be imported", shown) from error
+        raise PolicyError(text, "", f"{path.name} cannot be imported", shown) from error
     finally:
         # Imports inside the policy's methods find helpers still, but shadow nothing of others.
         if str(folder) in sys.path:

@@ -36,7 +36,7 @@ class GuardedPolicy:
         try:
             answer = self._policy.begin_iteration(named, embeddings)
         except USERS_ERRORS as error:
-            self._fail("begin_iteration", "before layer 0", error)
+            self._fail("begin_iteration", -1, error)
         return self._predictions("begin_iteration", -1, answer)
 
     def gate(
@@ -46,7 +46,7 @@ class GuardedPolicy:
         try:
             answer = self._policy.gate(layer, probabilities, row_counts)
         except USERS_ERRORS as error:
-            self._fail("gate", f"at layer {layer}", error)
+            self._fail("gate", layer, error)
         return self._predictions("gate", layer, answer)
 
     def end_iteration(self, finished: list[int]) -> None:
@@ -54,14 +54,14 @@ class GuardedPolicy:
         try:
             self._policy.end_iteration(finished)
         except USERS_ERRORS as error:
-            self._fail("end_iteration", f"after layer {self._layers - 1}", error)
+            self._fail("end_iteration", self._layers - 1, error)
 
     def eviction_key(self, view: ExpertView) -> float:
         """The policy's key, a number."""
         try:
             key = self._policy.eviction_key(view)
         except USERS_ERRORS as error:
-            self._fail("eviction_key", self._moment(view.layer_now), error)
+            self._fail("eviction_key", view.layer_now, error)
         if type(key) is float and not math.isnan(key):
             return key
         try:
@@ -83,7 +83,7 @@ class GuardedPolicy:
             if not layer_now < layer < self._layers:
                 later = f"Give layers {layer_now + 1} to {self._layers - 1}"
                 if layer_now == self._layers - 1:
-                    later = "No layer comes after it: return {}"
+                    later = "No layer comes after it; return {}"
                 self._refuse(method, layer_now, f"predicts for layer {layer}. {later}")
             rows[int(layer)] = self._row(method, layer_now, int(layer), row)
         return rows
@@ -95,7 +95,7 @@ class GuardedPolicy:
         except USERS_ERRORS:
             values = np.empty(0, np.float32)
         if values.shape != (self._experts,):
-            has = f"{_shown(row)}, of shape {np.shape(values)}" if values.size else _shown(row)
+            has = f"values of shape {values.shape}" if values.size else _shown(row)
             wanted = f"Give a row of {self._experts} numbers"
             self._refuse(method, layer_now, f"predicts {has} for layer {layer}. {wanted}")
         wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0.0)))
@@ -105,23 +105,23 @@ class GuardedPolicy:
             self._refuse(method, layer_now, f"{what}. Give finite numbers of 0 or more")
         return values
 
-    def _moment(self, layer_now: int) -> str:
-        return "before layer 0" if layer_now < 0 else f"at layer {layer_now}"
-
-    def _fail(self, method: str, moment: str, error: BaseException) -> NoReturn:
-        text = users_traceback(error)
-        raise PolicyError(self._name, f"{method} failed {moment}", text) from error
+    def _fail(self, method: str, layer_now: int, error: BaseException) -> NoReturn:
+        raise PolicyError(self._name, _place(method, layer_now), "failed", users_traceback(error)) from error
 
     def _refuse(self, method: str, layer_now: int, problem: str) -> NoReturn:
-        raise PolicyError(self._name, f"{method}, {self._moment(layer_now)}, {problem}")
+        raise PolicyError(self._name, _place(method, layer_now), f"{problem}.")
 
 
 def users_traceback(error: BaseException, internal: Sequence[str] = ()) -> str:
-    """The traceback from the user's first frame on: frames of ours or of `internal` before it are left out."""
+    """The traceback from the user's first frame on: frames of ours or of `internal` are left out before."""
     frames: TracebackType | None = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename.startswith((*_INTERNAL, *internal)):
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _place(method: str, layer_now: int) -> str:
+    return f"{method} before layer 0" if layer_now < 0 else f"{method} at layer {layer_now}"
 
 
 def _shown(value: object) -> str:

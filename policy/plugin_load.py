@@ -76,7 +76,7 @@ def guarded_policy(options: Mapping[str, int | float | str | bool]) -> GuardedPo
     if loaded.digest != options["policy_digest"]:
         raise SettingError(
             f"the source of the policy {text} has changed since the run: its digest was "
-            f"{options['policy_digest'] or 'none'}, it is {loaded.digest or 'none'}. Restore it, or run again."
+            f"{options['policy_digest'] or 'none'}, it is {loaded.digest or 'none'}. Restore it or run again."
         )
     names = ("layers", "experts", "top_k", "devices", "slots_per_device")
     layers, experts, top_k, devices, slots_per_device = (int(options[name]) for name in names)
@@ -94,7 +94,7 @@ def guarded_policy(options: Mapping[str, int | float | str | bool]) -> GuardedPo
     try:
         policy = loaded.policy(shape)
     except USERS_ERRORS as error:
-        raise PolicyError(text, "its constructor failed", users_traceback(error, (__file__,))) from error
+        raise PolicyError(text, "", "its constructor failed", users_traceback(error, (__file__,))) from error
     return GuardedPolicy(text, policy, layers, experts)
 
 
@@ -131,7 +131,7 @@ def _load_entry(name: str) -> object:
     except USERS_ERRORS as error:
         internal = (__file__, str(importlib.metadata.__file__), str(importlib.__file__))
         raise PolicyError(
-            name, f"{entry.value} cannot be imported", users_traceback(error, internal)
+            name, "", f"{entry.value} cannot be imported", users_traceback(error, internal)
         ) from error
 
 

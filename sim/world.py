@@ -208,9 +208,8 @@ class _World:
         try:
             env.run(until=env.process(self._serve()))
         except PolicyError as error:
-            iteration = len(self._engine.log)
-            problem = f"{error.problem}, in iteration {iteration}"
-            raise PolicyError(error.policy, problem, error.traceback) from error.__cause__
+            place = f"iteration {len(self._engine.log)}, {error.place}"
+            raise PolicyError(error.policy, place, error.problem, error.traceback) from error.__cause__
         if self._on_decisions is not None:
             self._hand_over()
         now, before = self._reading(), self._before
