@@ -94,8 +94,9 @@ class RuleObserver(Picture):
     def _on_Load(  # noqa: N802
         self, expert: int, g: int, slot: int, offset: int, size: int, kind: str, evicts: int
     ) -> None:
-        config, device = self.config, self.devices[g]
+        config = self.config
         rule(g == expert % config.devices and 0 <= expert < self.total, "an expert lives on its own device")
+        device = self.devices[g]
         rule(device.transfer is None, "rule 5: one load in flight")
         rule(expert not in self.resident, "a resident expert is not loaded again")
         rule(

@@ -25,7 +25,7 @@ class SystemContract:
     #: a name, "path.py:Class", or a System
     system: ClassVar[str | System]
     #: random worlds per test: model, machine, cache, requests and settings all differ
-    worlds: ClassVar[int] = 25
+    worlds: ClassVar[int] = 20
 
     def test_rules_and_conservation(self) -> None:
         """Required experts stay until they are computed, residency, slots and links keep their limits, loads
