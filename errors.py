@@ -3,7 +3,8 @@
 FineMoEError
 ├── InputError            bad input from outside; exit code 2
 │   ├── TraceError        a request or routing trace: names file, row, column, value, remedy
-│   └── SettingError      an option, setting, profile or model description
+│   ├── SettingError      an option, setting, profile or model description
+│   └── PolicyError       a user's policy raised or answered what means nothing; with the user's traceback
 ├── CapacityError         memory that does not fit, with each share; exit code 2
 └── CoreError             a rule of the policy core was broken by its caller or the world
 """
@@ -37,6 +38,30 @@ class TraceError(InputError):
 
 class SettingError(InputError):
     """An option, setting, profile or model description that cannot be used."""
+
+
+class PolicyError(InputError):
+    """A user's policy that failed: which one, where, and the user's own traceback.
+
+    `place` is iteration, layer and method, as far as there are any; the text reads
+    ``POLICY: PLACE: what is wrong`` and has the traceback, from the user's file on, in the lines after that.
+    """
+
+    def __init__(self, policy: str, place: str, problem: str, traceback: str = "") -> None:
+        # All arguments are passed on: SimPy copies an exception by its arguments.
+        super().__init__(policy, place, problem, traceback)
+        self.policy = policy
+        self.place = place
+        self.problem = problem
+        self.traceback = traceback.rstrip("\n")
+
+    @property
+    def headline(self) -> str:
+        """The text without the traceback."""
+        return ": ".join(part for part in (self.policy, self.place, self.problem) if part)
+
+    def __str__(self) -> str:
+        return f"{self.headline}\n{self.traceback}" if self.traceback else self.headline
 
 
 class CapacityError(FineMoEError):

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import typer
 
-from ..errors import CapacityError, InputError
+from ..errors import CapacityError, InputError, PolicyError
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -24,6 +24,8 @@ def run(app: typer.Typer, name: str) -> NoReturn:
     except BrokenPipeError:
         _drop_output()
         code = EXIT_CLOSED_PIPE
+    except PolicyError as error:
+        code = fail(error.headline, error.traceback)
     except (InputError, CapacityError) as error:
         code = fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
@@ -60,9 +62,11 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def fail(message: str) -> int:
-    """Say what was wrong with the input, in one line on standard error."""
+def fail(message: str, traceback: str = "") -> int:
+    """Say what was wrong with the input, in one line on standard error, before the user's own traceback."""
     print("finemoe: error:", " ".join(message.split()), file=sys.stderr)
+    if traceback:
+        print(traceback, file=sys.stderr)
     return EXIT_BAD_INPUT
 
 

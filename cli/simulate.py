@@ -50,7 +50,10 @@ def simulate_command(
     peer_link: Annotated[
         Text, _option("What activations take between devices. [nvlink]", "nvlink|pcie")
     ] = None,
-    policy: Annotated[Text, _option("Systems with commas between them, or all. [finemoe]", "A,B|all")] = None,
+    policy: Annotated[
+        Text,
+        _option("Systems, or policies of your own, or all; a list. [finemoe]", "NAME|FILE.py:CLASS,…"),
+    ] = None,
     expert_cache: Annotated[
         Text,
         _option(

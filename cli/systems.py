@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from ..policy.system import System
 
 
 def systems_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the systems that `--policy` accepts, with what each is composed of."""
-    from ..policy.systems import SYSTEMS
-
+    systems = _all_systems()
     if as_json:
         import msgspec
 
-        print(msgspec.json.format(msgspec.json.encode(list(SYSTEMS.values())), indent=2).decode())
+        print(msgspec.json.format(msgspec.json.encode(systems), indent=2).decode())
         return
     from rich.table import Table
 
@@ -25,7 +28,7 @@ def systems_command(
     table = Table(box=None, pad_edge=False)
     for name in ("system", "group", "predictor", "eviction", "description", "source"):
         table.add_column(name, overflow="fold")
-    for system in SYSTEMS.values():
+    for system in systems:
         row = (
             system.name,
             system.group,
@@ -36,3 +39,23 @@ def systems_command(
         )
         table.add_row(*(str(value) for value in row))
     console().print(table)
+
+
+def _all_systems() -> list[System]:
+    """Ours, and those that installed packages add; what is wrong with one of these is said beside."""
+    from ..errors import InputError
+    from ..policy.plugin_load import plugin_names
+    from ..policy.systems import SYSTEMS, find_system
+
+    systems = list(SYSTEMS.values())
+    for name in plugin_names():
+        if name in SYSTEMS:
+            print(
+                f"finemoe: the plug-in {name} has the name of a system of ours, which runs", file=sys.stderr
+            )
+            continue
+        try:
+            systems.append(find_system(name))
+        except InputError as error:
+            print(f"finemoe: the plug-in {name} cannot be used: {error}", file=sys.stderr)
+    return systems

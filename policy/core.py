@@ -32,6 +32,7 @@ __all__ = [
     "FORWARD_PENDING",
     "MORE_CHUNKS",
     "OUTBOXES",
+    "POLICY_OPTIONS",
     "PREFETCH_OPEN",
     "SEARCH_PENDING",
     "Core",
@@ -41,8 +42,10 @@ __all__ = [
     "core_options",
     "layer_quota",
     "make_config",
+    "make_core",
     "owned_experts",
     "popular_experts",
+    "total_slots",
 ]
 
 #: Bits of an event's mask that say that a device or the search worker has commands.
@@ -52,6 +55,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Options = dict[str, int | float | str | bool]
+
+#: Options that are the user's policy's, not the core's.
+POLICY_OPTIONS = ("policy", "policy_digest", "policy_seed")
 
 
 def core_options(
@@ -71,16 +77,16 @@ def core_options(
     frequency_decay: float = 1.0,
     rank_prefill_by_tokens: bool = False,
     preempt_scope: Literal["device", "all"] = "device",
+    seed: int = 0,
 ) -> Options:
     """The core's configuration for a system, as plain values (they go into the decision log's metadata).
 
     embedding_width: values of the routing's embeddings, 0 where it has none. embedding_work: width charged as
-    search work for one of them, the model's own.
+    search work for one of them, the model's own. seed: of a user's policy, which only then is an option, like
+    the policy's name and the digest of its source.
     """
-    slots = sum(
-        min(slots_per_device, owned_experts(layers, experts, devices, device)) for device in range(devices)
-    )
-    return {
+    slots = total_slots(layers, experts, devices, slots_per_device)
+    options: Options = {
         "layers": layers,
         "experts": experts,
         "top_k": top_k,
@@ -108,11 +114,23 @@ def core_options(
         "prefetch_blocks": system.prefetch_blocks,
         "preempt_scope": preempt_scope,
     }
+    if system.policy is not None and "plugin" in (system.predictor, system.eviction):
+        from .plugin_load import load_policy
+
+        digest = load_policy(system.policy).digest
+        options |= {"policy": system.policy, "policy_digest": digest, "policy_seed": seed}
+    return options
 
 
 def owned_experts(layers: int, experts: int, devices: int, device: int) -> int:
     """How many experts live on a device: ids are dealt out one by one."""
     return len(range(device, layers * experts, devices))
+
+
+def total_slots(layers: int, experts: int, devices: int, slots_per_device: int) -> int:
+    """Slots over all devices: a device never has more than it owns experts."""
+    owned = (owned_experts(layers, experts, devices, device) for device in range(devices))
+    return sum(min(slots_per_device, count) for count in owned)
 
 
 def layer_quota(slots: int, layers: int, experts: int, top_k: int) -> int:
@@ -146,4 +164,18 @@ def popular_experts(
 
 def make_config(options: Mapping[str, int | float | str | bool]) -> CoreConfig:
     """CoreConfig from `core_options`; CoreError names a value that is out of range."""
-    return CoreConfig(**options)
+    return CoreConfig(**{name: value for name, value in options.items() if name not in POLICY_OPTIONS})
+
+
+def make_core(options: Mapping[str, int | float | str | bool], log_iterations: int = 0) -> Core:
+    """The core of these options, with the user's policy where they name one.
+
+    Raises CoreError for a value out of range, SettingError for a policy that cannot be loaded or whose source
+    is not the one of the options, PolicyError where its file or its constructor raises.
+    """
+    config = make_config(options)
+    if "policy" not in options:
+        return Core(config, log_iterations)
+    from .plugin_load import guarded_policy
+
+    return Core(config, log_iterations, policy=guarded_policy(options))

@@ -20,8 +20,8 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     description: str
     #: where the mechanism is written down
     source: str
-    #: `ablation`: a variant for study, not part of `--policy all`
-    group: Literal["system", "ablation"] = "system"
+    #: `ablation`: a variant for study; `plugin`: a user's. Neither is part of `--policy all`
+    group: Literal["system", "ablation", "plugin"] = "system"
     predictor: Predictor = "none"
     #: map searches that run (predictor `map`)
     semantic: bool = False
@@ -39,6 +39,8 @@ class System(msgspec.Struct, frozen=True, kw_only=True):
     #: order of the prefetch queue: p / (l − l_now), p · (1 − (l − l_now) / L), or the lowest layer first
     priority: Literal["distance", "depth", "layer"] = "distance"
     eviction: Eviction = "lru"
+    #: whose predictions and eviction keys `plugin` stands for: "path.py:Class", or the name of an entry point
+    policy: str | None = None
     #: `layer`: every gate loads all experts of its layer
     load_shape: Literal["expert", "layer"] = "expert"
     #: every layer has the same number of slots, and prefetches are staged beside them

@@ -145,28 +145,65 @@ _ABLATIONS = (
     ),
 )
 
+#: names that stand for several systems
+_GROUPS = {"all": "system", "ablations": "ablation"}
+
 SYSTEMS: dict[str, System] = {system.name: system for system in (*_SYSTEMS, *_ABLATIONS)}
 
 
 def find_system(name: str) -> System:
-    """The row of that name; SettingError with the nearest name otherwise."""
+    """The row of that name, or that of a user's policy: `path.py:Class`, or the name of an entry point.
+
+    Raises SettingError, with the nearest name, where there is none, and PolicyError where a policy's own code
+    fails.
+    """
     if name in SYSTEMS:
         return SYSTEMS[name]
-    near = difflib.get_close_matches(name, SYSTEMS, n=1)
+    from .plugin_load import plugin_names, plugin_system, policy_system
+
+    if ":" in name:
+        return _not_ours(name, policy_system(name))
+    plugins = plugin_names()
+    if name in plugins:
+        return _not_ours(name, plugin_system(name))
+    if name.endswith(".py"):
+        raise SettingError(f"--policy {name} names no class. Write {name}:Class.")
+    known = [*SYSTEMS, *plugins]
+    near = difflib.get_close_matches(name, known, n=1)
     hint = f"Did you mean {near[0]}? " if near else ""
     raise SettingError(
-        f"--policy {name} is no known system. {hint}Known: {', '.join(SYSTEMS)}; or all, ablations."
+        f"--policy {name} is no known system. {hint}Known: {', '.join(known)}; or all, ablations, "
+        "path.py:Class."
     )
 
 
 def find_systems(names: tuple[str, ...]) -> list[System]:
-    """The rows of these names; `all` stands for every system but the ablations, `ablations` for those."""
-    groups = {"all": "system", "ablations": "ablation"}
+    """The rows of these names; `all`: every system of ours but the ablations, `ablations`: those.
+
+    Errors as of `find_system`; SettingError where two users' policies have the same name.
+    """
     found: list[System] = []
     for name in names:
-        if name in groups:
-            rows = [row for row in SYSTEMS.values() if row.group == groups[name]]
+        if name in _GROUPS:
+            rows = [row for row in SYSTEMS.values() if row.group == _GROUPS[name]]
         else:
             rows = [find_system(name)]
-        found += [row for row in rows if row not in found]
+        for row in rows:
+            twin = next((other for other in found if other.name == row.name), row)
+            if twin != row:
+                raise SettingError(
+                    f"--policy: {twin.source} and {row.source} are both named {row.name}. "
+                    "Give the classes names of their own."
+                )
+            if row not in found:
+                found.append(row)
     return found
+
+
+def _not_ours(given: str, system: System) -> System:
+    """Refuse a user's policy that would stand in the results as one of ours."""
+    if system.name in SYSTEMS or system.name in _GROUPS:
+        raise SettingError(
+            f"--policy {given} is named {system.name}, like a system of ours. Give it another name."
+        )
+    return system

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..errors import CoreError, TraceError
-from ..policy.core import Core, core_options, make_config
+from ..errors import CoreError, SettingError, TraceError
+from ..policy.core import POLICY_OPTIONS, Core, core_options, make_core
 from ..policy.systems import find_system
 from .decisions import (
     FIRST_COMMAND,
@@ -30,7 +30,7 @@ _SHOWN = ("sub_kind", *NUMBERS)
 #: What the binding raises for values that no event can have.
 _UNFIT = (TypeError, ValueError, RuntimeError, OverflowError, IndexError, MemoryError)
 #: Options of 64 bits; the other whole numbers have 32.
-_WIDE_OPTIONS = ("expert_bytes", "embedding_work")
+_WIDE_OPTIONS = ("expert_bytes", "embedding_work", "policy_seed")
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,8 @@ def _fresh_core(path: Path, options: dict[str, Any]) -> Core:
         embedding_width=0,
         embedding_work=0,
     )
+    if "plugin" in (options.get("predictor"), options.get("eviction")):
+        known |= dict(zip(POLICY_OPTIONS, ("", "", 0), strict=True))
     for key, example in known.items():
         if key not in options:
             raise refuse(f"the option {key} is missing.")
@@ -142,7 +144,11 @@ def _fresh_core(path: Path, options: dict[str, Any]) -> Core:
     if unknown:
         raise refuse(f"{unknown[0]} is no option of the core.")
     try:
-        return Core(make_config(options), -1)
+        return make_core(options, -1)
+    except SettingError as error:
+        raise TraceError(
+            path, f"its policy cannot decide again: {error}", place="metadata finemoe.core"
+        ) from error
     except CoreError as error:
         raise refuse(f"its core options are not valid ({error}).") from None
     except _UNFIT as error:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import simpy
 
-from ..errors import SettingError
-from ..policy.core import Core, Feed, Options, Searcher, core_options, make_config, popular_experts
+from ..errors import PolicyError, SettingError
+from ..policy.core import Feed, Options, Searcher, core_options, make_config, make_core, popular_experts
 from ..serving.decisions import decision_table
 from ..serving.logs import IterationLog, RequestLog
 from ..serving.scheduler import Scheduler
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..calibration.profile import HardwareProfile
-    from ..policy.core import CoreConfig
     from ..policy.models import ExpertDtype, ModelSpec
     from ..policy.system import System
     from ..serving.request import RequestState
@@ -141,6 +140,7 @@ def cell_options(inputs: CellInputs, plan: MemoryPlan) -> Options:
         frequency_decay=settings.frequency_decay,
         rank_prefill_by_tokens=settings.rank_prefill_by_tokens,
         preempt_scope=settings.preempt_scope,
+        seed=settings.seed,
     )
 
 
@@ -170,12 +170,11 @@ class _World:
         self._plan = plan_cell(inputs)
         settings, model = inputs.settings, inputs.model
         self._options = cell_options(inputs, self._plan)
-        config = make_config(self._options)
         self._log_iterations = -1 if settings.decisions == "all" else settings.decisions
-        self._core = Core(config, self._log_iterations)
+        self._core = make_core(self._options, self._log_iterations)
         distance = int(self._options["prefetch_distance"])
         self._speculation = inputs.system.speculated_distances(model.layers, distance)
-        self._prepare(config)
+        self._prepare()
         self._env = simpy.Environment()
         self._feed = Feed(model.layers, model.experts, inputs.routing.meta.embedding_width)
         compute = ComputeModel(model, inputs.expert_dtype, inputs.profile, peer_link=settings.peer_link)
@@ -206,7 +205,11 @@ class _World:
     def run(self) -> CellOutcome:
         env, core = self._env, self._core
         env.process(self._arrivals())
-        env.run(until=env.process(self._serve()))
+        try:
+            env.run(until=env.process(self._serve()))
+        except PolicyError as error:
+            place = f"iteration {len(self._engine.log)}, {error.place}"
+            raise PolicyError(error.policy, place, error.problem, error.traceback) from error.__cause__
         if self._on_decisions is not None:
             self._hand_over()
         now, before = self._reading(), self._before
@@ -246,11 +249,11 @@ class _World:
             busy_s["ssd"] = engine.host_memory.busy_until(self._env.now)
         return _Reading(self._env.now, counters, self._core.layer_counts(), busy_s)
 
-    def _prepare(self, config: CoreConfig) -> None:
+    def _prepare(self) -> None:
         """What the core knows and holds before the first request: its store, and preloaded experts."""
         inputs, system = self._inputs, self._inputs.system
         if inputs.training and system.predictor in ("map", "activation"):
-            searcher = Searcher(config)
+            searcher = Searcher(make_config(self._options))
             for request in inputs.training:
                 routing = self._routing(request)
                 if system.predictor == "map":

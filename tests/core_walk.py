@@ -7,7 +7,7 @@ completes, fails or is paused, the oldest search is done, part of the chunk is c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from core_draws import F32, draw_gate_row, draw_preload, draw_row_counts
 from core_illegal import illegal_events
-from core_rules import RuleObserver
 from finemoe.errors import CoreError
+from finemoe.policy.contract.observed import ObservedCore
+from finemoe.policy.contract.rules import RuleObserver
 from reference_formulas import round_f16, unit_embedding
 from reference_predictions import Row
 from reference_state import PHASES, Command, Config
@@ -60,7 +61,7 @@ class Walk:
     log: list[tuple[str, tuple[Any, ...], list[Command]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.rules = RuleObserver(self.config)
+        self.rules = RuleObserver(ObservedCore.of(asdict(self.config)))
         self.rows: list[Row] = []
         self.running: list[int] = []
         self.plan: list[list[int]] = []

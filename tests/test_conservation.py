@@ -1,25 +1,12 @@
-"""Every system on random small machines, models and requests: nothing is lost, made up or used twice."""
+"""Conservation over a long run of every system, and that the check notices what is off."""
 
 from __future__ import annotations
 
 import pytest
-from conservation import check_conservation
+from finemoe.policy.contract.conservation import check_conservation
 from finemoe.policy.systems import SYSTEMS
 from finemoe.traces.requests import Request
-from hypothesis import HealthCheck, given, settings
-from world_case import MadeRouting, Shape, cell, serve, shapes, small_machine, small_model
-
-some = settings(
-    max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-
-
-@pytest.mark.parametrize("system", [*SYSTEMS])
-@some
-@given(shape=shapes())
-def test_nothing_is_lost_or_used_twice(system: str, shape: Shape) -> None:
-    inputs = shape.cell(system)
-    check_conservation(serve(inputs), inputs)
+from world_case import MadeRouting, cell, serve, small_machine, small_model
 
 
 @pytest.mark.parametrize("system", [*SYSTEMS])

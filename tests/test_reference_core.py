@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pytest
 from core_draws import draw_config
-from core_rules import RuleObserver
 from core_walk import Walk
 from finemoe.errors import CoreError
+from finemoe.policy.contract.observed import ObservedCore
+from finemoe.policy.contract.rules import RuleObserver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_core import ReferenceCore
@@ -120,7 +122,7 @@ def test_the_walk_reaches_every_kind_of_command_and_counter() -> None:
 @settings(deadline=None, max_examples=60)
 def test_the_observer_notices_a_wrong_load(seed: int, change: str) -> None:
     walk = walked(seed, iterations=1)
-    rules = RuleObserver(walk.config)
+    rules = RuleObserver(ObservedCore.of(asdict(walk.config)))
     for event, arguments, commands in walk.log:
         loads = [i for i, c in enumerate(commands) if c[0] == "Load"]
         aborts = any(c[0] == "Abort" for c in commands)

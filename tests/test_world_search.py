@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from finemoe.policy.systems import SYSTEMS
 from hypothesis import given, settings
-from world_case import Shape, decisions_of, serve, shapes
+from world_case import World, decisions_of, serve, worlds
 
 
 @pytest.mark.parametrize("system", [name for name, row in SYSTEMS.items() if row.predictor == "map"])
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(shape=shapes())
-def test_searches_end_when_the_worker_has_done_them_one_after_another(system: str, shape: Shape) -> None:
-    inputs = shape.cell(system)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(world=worlds())
+def test_searches_end_when_the_worker_has_done_them_one_after_another(system: str, world: World) -> None:
+    inputs = world.cell(system)
     outcome = serve(inputs)
     rows = (
         decisions_of(outcome)

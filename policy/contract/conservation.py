@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from finemoe.serving.timeseries import time_series
-from finemoe.sim.world import CellInputs, CellOutcome, plan_cell
+
+from ...serving.timeseries import time_series
+from ...sim.world import CellInputs, CellOutcome, plan_cell
 
 RELATIVE = 1e-9
 
@@ -21,13 +22,27 @@ def check_conservation(outcome: CellOutcome, inputs: CellInputs) -> None:
     _check_requests(outcome, inputs)
     _check_time(outcome, inputs)
     _check_series(outcome, inputs)
+    _check_totals(outcome, inputs)
     if outcome.decisions is not None and inputs.settings.decisions == "all":
         events = outcome.decisions.select(_EVENT_COLUMNS).to_pylist()
+        _check_batches(events, outcome, inputs)
+        _check_host_memory(events, outcome, inputs)
         _check_links(events, outcome, inputs)
         _check_memory(events, outcome, inputs)
 
 
-_EVENT_COLUMNS = ["time_s", "kind", "expert", "device", "slot", "evicts", "offset", "bytes", "experts"]
+_EVENT_COLUMNS = [
+    "time_s",
+    "kind",
+    "expert",
+    "device",
+    "slot",
+    "evicts",
+    "offset",
+    "bytes",
+    "experts",
+    "requests",
+]
 Event = dict[str, Any]
 
 
@@ -74,6 +89,55 @@ def _check_time(outcome: CellOutcome, inputs: CellInputs) -> None:
         np.testing.assert_allclose(outcome.busy_s["compute"], steps["compute_s"].sum(), rtol=RELATIVE)
     moved = outcome.counters["demand_bytes"] + outcome.counters["prefetch_bytes"]
     assert outcome.counters["bytes_moved"] == moved
+
+
+def _check_totals(outcome: CellOutcome, inputs: CellInputs) -> None:
+    """Layers agree with iterations, bytes with whole experts, memory with what the devices have."""
+    steps, counters, plan = outcome.iterations.table(), outcome.counters, plan_cell(inputs)
+    for name in ("activated", "hits", "late"):
+        for place, phase in enumerate(("prefill", "decode")):
+            counted = outcome.per_layer[name][place].sum()
+            of_phase = steps[name][steps["phase"] == phase].sum()
+            assert counted == of_phase if inputs.settings.warmup == 0 else counted <= of_phase
+    whole = (counters["demand_loads"] + counters["prefetch_loads"]) * plan.expert_bytes
+    assert counters["bytes_moved"] >= whole
+    assert counters["preemptions"] or inputs.settings.warmup or counters["bytes_moved"] == whole
+    used_bytes = counters["useful_bytes"] + counters["wasted_bytes"]
+    assert inputs.settings.warmup or used_bytes <= counters["prefetch_bytes"]
+    memory = outcome.memory_bytes
+    assert memory["expert_slots"] == plan.slots * plan.expert_bytes
+    assert 0 < memory["kv_cache"] <= plan.kv_budget_bytes
+    assert sum(memory.values()) <= sum(share.capacity_bytes for share in plan.devices)
+    for share in plan.devices:
+        used = share.reserve_bytes + share.dense_bytes + share.expert_slot_bytes + share.kv_bytes
+        assert used <= share.capacity_bytes
+
+
+def _check_batches(events: list[Event], outcome: CellOutcome, inputs: CellInputs) -> None:
+    """Each request takes part in as many iterations as it has output tokens, with few enough others."""
+    batches = [event["requests"] for event in events if event["kind"] == "begin_iteration"]
+    assert outcome.iterations.table()["batch"].tolist() == [len(batch) for batch in batches]
+    most = 1 if inputs.settings.offline else inputs.settings.max_num_seqs
+    left = {request.index: request.output_tokens for request in inputs.requests}
+    running: set[int] = set()
+    for batch in batches:
+        running |= set(batch)
+        assert len(running) <= most
+        for index in batch:
+            left[index] -= 1
+        running = {index for index in running if left[index]}
+    assert not any(left.values())
+
+
+def _check_host_memory(events: list[Event], outcome: CellOutcome, inputs: CellInputs) -> None:
+    """Every load asks host memory once; what it does not hold is read at most once for each."""
+    counters = outcome.counters
+    if "host_misses" not in counters or inputs.settings.warmup:
+        return
+    loads = sum(event["kind"] == "Load" for event in events)
+    assert counters["host_hits"] + counters["host_misses"] == loads
+    assert counters["ssd_bytes"] <= counters["host_misses"] * plan_cell(inputs).expert_bytes
+    assert outcome.busy_s["ssd"] <= outcome.simulated_s * (1 + RELATIVE)
 
 
 def _check_series(outcome: CellOutcome, inputs: CellInputs) -> None:

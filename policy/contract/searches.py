@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from reference_state import Command, Config
+
+from .observed import ObservedCore
+
+Command = tuple[Any, ...]
 
 
 class SearchObserver:
     """Follows tickets and stored maps; `pending` holds (ticket, kind, abandoned, last target)."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ObservedCore) -> None:
         self.config = config
         self.pending: list[tuple[int, str, bool, int]] = []
         self.next_ticket = 0

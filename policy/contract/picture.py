@@ -1,6 +1,6 @@
 """What an outside observer knows of a policy core: its devices, its counters, its requirement.
 
-Built from events and commands alone; core_rules.py checks commands against it, core_walk.py lives in it.
+Built from events and commands alone; `rules` checks commands against it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from core_searches import SearchObserver
-from reference_state import PHASES, Config, Counters
+from .observed import Counters, ObservedCore
+from .searches import SearchObserver
 
 
 def rule(holds: object, text: str) -> None:
@@ -46,7 +46,7 @@ class DeviceView:
 class Picture:
     """The picture, and what every event does to it before its commands."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ObservedCore) -> None:
         self.config = config
         self.total = config.layers * config.experts
         self.devices = [DeviceView([-1] * config.slots(g)) for g in range(config.devices)]
@@ -85,7 +85,7 @@ class Picture:
     def _begin_iteration(self, rows: Sequence[Any]) -> None:
         self.open, self.layer = True, -1
         self.iteration += 1
-        self.decode = rows[0].phase == PHASES[1]
+        self.decode = rows[0].phase == "decode"
 
     def _seed_store(self, *_: Any) -> None:
         assert self.iteration < 0
