@@ -1,4 +1,5 @@
 // The map store with its searches, and the δ rule, on their own: for filling a store, tests and benchmarks.
+#include <algorithm>
 #include <mutex>
 
 #include "bindings.hpp"
@@ -27,37 +28,56 @@ struct LockedSearcher {
     std::mutex mutex;
 };
 
-// One iteration's searches: the semantic one (with an embedding), then the trajectory search after each layer
-// that has a target. Returns (place, score) of each.
-std::vector<std::pair<int, float>> search_iteration(LockedSearcher& locked, const py::object& gate,
-                                                    const py::object& embedding) {
-    const auto gates = to_halves(gate);
-    const auto raw = to_halves(embedding);
+using Results = std::vector<std::vector<std::pair<int, float>>>;
+
+// One iteration's searches for B rows: the semantic one (with embeddings), then the trajectory search after
+// each layer that has a target. Returns (place, score) of each search and row; place −1: none.
+Results search_rows(LockedSearcher& locked, std::size_t rows, std::span<const std::uint16_t> gates,
+                    std::span<const std::uint16_t> embeddings) {
     Searcher& searcher = locked.as<Searcher>();
     const CoreConfig& config = searcher.config();
-    if (gates.size() != static_cast<std::size_t>(config.total_experts()) ||
-        (!raw.empty() && raw.size() != static_cast<std::size_t>(config.embedding_width))) {
-        throw CoreError("search_iteration: gate is not [L, J] or embedding not [h]");
+    if (rows < 1 || gates.size() != rows * static_cast<std::size_t>(config.total_experts()) ||
+        (!embeddings.empty() &&
+         embeddings.size() != rows * static_cast<std::size_t>(config.embedding_width))) {
+        throw CoreError("search: gate is not [L, J] of each row or embedding not [h] of each");
     }
     const py::gil_scoped_release release;
     const std::scoped_lock lock(locked.mutex);
-    const auto iteration = make_iteration(gates, raw);
-    std::vector<std::pair<int, float>> found;
+    const auto iteration = make_iteration(gates, embeddings, rows, config);
+    Results found;
     const auto run = [&](SearchKind kind, int layer, int target) {
         const SearchResult r = searcher.run(SearchRequest{0, kind, layer, target, -1, iteration});
-        found.emplace_back(r.maps[0], r.scores[0]);
+        found.emplace_back();
+        for (std::size_t i = 0; i < rows; ++i) {
+            found.back().emplace_back(r.maps[i], r.scores[i]);
+        }
     };
     if (searcher.store().size() == 0) {
         return found;
     }
     const int distance = std::min(config.prefetch_distance, config.layers);
-    if (config.semantic && iteration->rows.front().has_embedding) {
+    if (config.semantic && std::any_of(iteration->rows.begin(), iteration->rows.end(),
+                                       [](const Row& row) { return row.has_embedding; })) {
         run(SearchKind::semantic, -1, distance - 1);
     }
     for (int l = 0; config.trajectory && l + distance < config.layers; ++l) {
         run(SearchKind::trajectory, l, l + distance);
     }
     return found;
+}
+
+std::vector<std::pair<int, float>> search_iteration(LockedSearcher& locked, const py::object& gate,
+                                                    const py::object& embedding) {
+    std::vector<std::pair<int, float>> found;
+    for (const auto& rows : search_rows(locked, 1, to_halves(gate), to_halves(embedding))) {
+        found.push_back(rows.front());
+    }
+    return found;
+}
+
+Results search_batch(LockedSearcher& locked, const py::array& gates, const py::object& embeddings) {
+    const auto rows = gates.ndim() == 3 ? static_cast<std::size_t>(gates.shape(0)) : 0U;
+    return search_rows(locked, rows, to_halves(gates), to_halves(embeddings));
 }
 
 void fill(LockedSearcher& locked, const py::object& gate, const py::object& embedding) {
@@ -142,7 +162,12 @@ void bind_search(py::module_& m) {
                  }
                  return store_tuple(contents, locked.engine->config());
              })
-        .def("search_iteration", &search_iteration, py::arg("gate"), py::arg("embedding"));
+        .def("search_iteration", &search_iteration, py::arg("gate"), py::arg("embedding"),
+             "(place, score) of each search of one row, gate [L, J] and embedding [h] or None.")
+        .def("search_batch", &search_batch, py::arg("gates"), py::arg("embeddings"),
+             "The same for rows searched together, gates [B, L, J] and embeddings [B, h] or None: per search "
+             "a "
+             "list with one entry per row.");
 }
 
 }  // namespace finemoe::bindings

@@ -32,4 +32,15 @@ inline std::uint16_t float_to_half(float value) {
     return static_cast<std::uint16_t>(sign | (magnitude >> 13U));
 }
 
+// half_to_float(float_to_half(value)) of values below 65520, without branches.
+inline float round_to_half(float value) {
+    const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t magnitude = bits & 0x7FFFFFFFU;
+    const float shifted =
+        (std::bit_cast<float>(magnitude) + 0.5F) - 0.5F;  // subnormal halves: steps of 2^-24
+    const std::uint32_t normal = (magnitude + 0xFFFU + ((magnitude >> 13U) & 1U)) & 0xFFFFE000U;
+    const std::uint32_t rounded = magnitude < 0x38800000U ? std::bit_cast<std::uint32_t>(shifted) : normal;
+    return std::bit_cast<float>(rounded | (bits & 0x80000000U));
+}
+
 }  // namespace finemoe

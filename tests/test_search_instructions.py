@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from finemoe import _core
 from finemoe.errors import CoreError
-from finemoe.policy.core import CoreConfig, Searcher, core_options, make_config
+from finemoe.policy.core import Core, CoreConfig, Searcher, core_options, make_config
 from finemoe.policy.systems import find_system
 
 LAYERS, EXPERTS, WIDTH = 5, 6, 24
@@ -57,6 +57,77 @@ def run(name: str, capacity: int, iterations: int, sharpness: float) -> tuple[li
 def test_same_searches_and_replacements(name: str, capacity: int) -> None:
     # Probabilities go down to halves below 2^-14, which are subnormal.
     assert run(name, capacity, 300, 4.0) == run("generic", capacity, 300, 4.0)
+
+
+def log_of_batches(name: str, batch: int) -> dict[str, Any]:
+    """What a core decides over iterations of `batch` rows with a full store, on those instructions."""
+    _core.use_search_instructions(name)
+    try:
+        options = core_options(
+            find_system("finemoe"),
+            layers=LAYERS,
+            experts=EXPERTS,
+            top_k=2,
+            devices=1,
+            slots_per_device=LAYERS * EXPERTS,
+            expert_bytes=1,
+            prefetch_distance=2,
+            store_capacity=133,
+            embedding_width=WIDTH,
+            embedding_work=WIDTH,
+        )
+        core, rng = Core(make_config(options), -1), np.random.default_rng(batch)
+        rows = [(request, "decode", 1, request % 5 != 3) for request in range(batch)]
+        for _ in range(300 // batch + 4):
+            core.begin_iteration(rows, rng.standard_normal((batch, WIDTH)).astype(np.float16))
+            for layer in range(LAYERS):
+                logits = 2.0 * rng.standard_normal((batch, EXPERTS))
+                gate = (np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)).astype(np.float16)
+                core.gate(layer, gate, list(range(EXPERTS)), [1] * EXPERTS)
+                search_and_load(core)
+                core.computed_chunk()
+            core.end_iteration()
+            search_and_load(core)
+        return core.take_log() | {"store": [np.asarray(part).tobytes() for part in core.store_contents()]}
+    finally:
+        _core.use_search_instructions(_core.search_instructions()[0])
+
+
+def search_and_load(core: Core) -> None:
+    """Everything that was asked for, at once."""
+    done = False
+    while not done:
+        searches, loads = core.take_searches(), core.take_device(0)
+        for search in searches:
+            core.search_done(search[1])
+        for load in loads:
+            if load[0] == "Load":
+                core.loaded(load[1])
+        done = not searches and not loads
+
+
+@pytest.mark.parametrize("batch", [2, 3, 4, 7, 9])
+def test_rows_that_are_scored_together_do_not_change_one_another(batch: int) -> None:
+    """Whatever instructions, hence however many rows at a time: the same log and the same store."""
+    generic = log_of_batches("generic", batch)
+    for name in _core.search_instructions():
+        log = log_of_batches(name, batch)
+        assert log["store"] == generic["store"]
+        for column in ("kind", "expert", "target", "ticket", "evicts"):
+            assert np.array_equal(log[column], generic[column]), column
+
+
+def test_a_batch_finds_what_each_of_its_rows_finds_alone() -> None:
+    """One row's sums, with others beside it and without."""
+    rng = np.random.default_rng(5)
+    logits = 2.0 * rng.standard_normal((40, LAYERS, EXPERTS))
+    gates = (np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)).astype(np.float16)
+    embeddings = rng.standard_normal((40, WIDTH)).astype(np.float16)
+    searcher = Searcher(config(64))
+    searcher.fill(gates[:33], embeddings[:33])
+    alone = [searcher.search_iteration(gates[i], embeddings[i]) for i in range(33, 40)]
+    together = searcher.search_batch(gates[33:], embeddings[33:])
+    assert [list(row) for row in zip(*together, strict=True)] == alone
 
 
 def test_stored_rows_are_exact() -> None:

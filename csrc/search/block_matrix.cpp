@@ -65,8 +65,8 @@ float decode(std::uint32_t code) {
 #include "search/score_kernel.hpp"
 #endif
 
-using Kernel = void (*)(const std::uint32_t*, const float* const*, int, int, float* const*, const float*,
-                        float* const*);
+using Kernel = void (*)(const std::uint32_t*, const float* const*, int, int, bool, float* const*,
+                        const float*, float* const*);
 
 // Kernels for 1 … kRowsTogether rows.
 using KernelByRows = std::array<Kernel, kRowsTogether>;
@@ -98,24 +98,62 @@ Kernels kernels = available().front();
 
 std::size_t tops_for(int columns) { return static_cast<std::size_t>(blocks_for(columns) + 1) * kTopLanes; }
 
+// How many of the `count` values, `step` apart, are `wanted`, and the place of the last one. Without
+// branches: where the best key stands cannot be predicted.
+struct Found {
+    int times = 0, place = 0;
+};
+std::uint32_t bits_of(float value) { return std::bit_cast<std::uint32_t>(value); }
+Found find(const float* values, int count, int step, float wanted) {
+    Found found;
+    for (int i = 0; i < count; ++i) {
+        const bool same = bits_of(values[static_cast<std::ptrdiff_t>(i) * step]) == bits_of(wanted);
+        found.times += same ? 1 : 0;
+        found.place = same ? i : found.place;
+    }
+    return found;
+}
+
 // The largest key and its most recently written column, found through the tops.
 Best best_of(const float* sums, const Scale& scale, const float* tops) {
     const int columns = scale.columns(), blocks = blocks_for(columns);
     const float* lanes = tops + static_cast<std::ptrdiff_t>(blocks) * kTopLanes;
-    Best best{-1, *std::max_element(lanes, lanes + kTopLanes)};
-    const auto consider = [&](int c) {
+    std::array<float, 4> largest = {lanes[0], lanes[1], lanes[2],
+                                    lanes[3]};  // four chains: one waits too long
+    for (int l = 4; l < kTopLanes; l += 4) {
+        for (int i = 0; i < 4; ++i) {
+            auto& held = largest[static_cast<std::size_t>(i)];
+            held = lanes[l + i] > held ? lanes[l + i] : held;
+        }
+    }
+    Best best{-1, std::max(std::max(largest[0], largest[1]), std::max(largest[2], largest[3]))};
+    const Found lane = find(lanes, kTopLanes, 1, best.key);
+    const Found block = find(tops + lane.place, blocks, kTopLanes, best.key);
+    const int first = block.place * kBlock + lane.place;
+    if (lane.times == 1 && block.times == 1) {  // of 8 columns
+        int times = 0;
+        for (int k = 0; k < kBlock / kTopLanes; ++k) {
+            const int c = std::min(first + k * kTopLanes, columns - 1);
+            const bool same = bits_of(sums[c] * scale.factors[c]) == bits_of(best.key);
+            times += same && first + k * kTopLanes < columns ? 1 : 0;
+            best.column = same ? c : best.column;
+        }
+        if (times == 1) {
+            return best;
+        }
+    }
+    best.column = -1;
+    const auto consider = [&](int c) {  // several equal ones
         if (sums[c] * scale.factors[c] == best.key &&
             (best.column < 0 || scale.written[static_cast<std::size_t>(c)] >
                                     scale.written[static_cast<std::size_t>(best.column)])) {
             best.column = c;
         }
     };
-    for (int lane = 0; lane < kTopLanes; ++lane) {
-        for (int b = 0; lanes[lane] == best.key && b < blocks; ++b) {
-            if (tops[b * kTopLanes + lane] == best.key) {
-                for (int c = b * kBlock + lane; c < std::min((b + 1) * kBlock, columns); c += kTopLanes) {
-                    consider(c);
-                }
+    for (int l = 0; l < kTopLanes; ++l) {
+        for (int b = 0; lanes[l] == best.key && b < blocks; ++b) {
+            for (int c = b * kBlock + l; c < std::min((b + 1) * kBlock, columns); c += kTopLanes) {
+                consider(c);
             }
         }
     }
@@ -168,31 +206,41 @@ void BlockMatrix::get(int column, float* values) const {
 }
 
 void BlockMatrix::score(std::span<const float* const> queries, int columns, std::span<float* const> sums,
-                        const float* scale, FloatBlocks* tops) const {
+                        Start start, const float* scale, FloatBlocks* tops) const {
     const KernelByRows& by_rows = values_ == Values::positive ? kernels.positive : kernels.any;
+    // The queries with the factor that takes the codes' scale back.
+    thread_local std::vector<float> scaled;
+    const auto features = static_cast<std::size_t>(features_);
+    scaled.resize(kRowsTogether * features);
     const std::size_t each = tops == nullptr ? 0U : tops_for(columns);
     if (tops != nullptr) {
         tops->resize(queries.size() * each);
     }
     for (std::size_t r = 0; r < queries.size(); r += kRowsTogether) {
         const std::size_t rows = std::min(kRowsTogether, queries.size() - r);
+        std::array<const float*, kRowsTogether> from{};
         std::array<float*, kRowsTogether> into{};
-        for (std::size_t i = 0; i < rows && tops != nullptr; ++i) {
-            into[i] = tops->data() + (r + i) * each;
+        for (std::size_t i = 0; i < rows; ++i) {
+            float* query = scaled.data() + i * features;
+            std::transform(queries[r + i], queries[r + i] + features_, query,
+                           [](float value) { return value * kQueryScale; });
+            from[i] = query;
+            into[i] = tops == nullptr ? nullptr : tops->data() + (r + i) * each;
         }
-        by_rows[rows - 1](words_.data(), queries.data() + r, features_, columns, sums.data() + r, scale,
-                          into.data());
+        by_rows[rows - 1](words_.data(), from.data(), features_, columns, start == Start::fresh,
+                          sums.data() + r, scale, into.data());
     }
 }
 
-void BlockMatrix::accumulate(std::span<const float* const> queries, int columns,
-                             std::span<float* const> sums) const {
-    score(queries, columns, sums, nullptr, nullptr);
+void BlockMatrix::accumulate(std::span<const float* const> queries, int columns, std::span<float* const> sums,
+                             Start start) const {
+    score(queries, columns, sums, start, nullptr, nullptr);
 }
 
 void BlockMatrix::accumulate_best(std::span<const float* const> queries, std::span<float* const> sums,
-                                  const Scale& scale, FloatBlocks& tops, std::span<Best> best) const {
-    score(queries, scale.columns(), sums, scale.factors, &tops);
+                                  Start start, const Scale& scale, FloatBlocks& tops,
+                                  std::span<Best> best) const {
+    score(queries, scale.columns(), sums, start, scale.factors, &tops);
     const std::size_t each = tops_for(scale.columns());
     for (std::size_t r = 0; r < queries.size(); ++r) {
         best[r] = best_of(sums[r], scale, tops.data() + r * each);
@@ -203,7 +251,7 @@ Best best_column(float* sums, const Scale& scale, FloatBlocks& tops) {
     tops.resize(tops_for(scale.columns()));
     const float* query = nullptr;
     float* row_tops = tops.data();
-    kernels.positive[0](nullptr, &query, 0, scale.columns(), &sums, scale.factors, &row_tops);
+    kernels.positive[0](nullptr, &query, 0, scale.columns(), false, &sums, scale.factors, &row_tops);
     return best_of(sums, scale, tops.data());
 }
 

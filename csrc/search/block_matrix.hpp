@@ -59,14 +59,18 @@ class BlockMatrix {
     void set(int column, const float* values);
     void get(int column, float* values) const;
 
+    // Whether a row's sums go on from what they are or start at 0.
+    enum class Start : std::uint8_t { sums, fresh };
+
     // For every row r: sums[r][c] += Σ_f queries[r][f] · m[f][c] for c < columns (padded to whole blocks);
     // the inner sum in feature order, in f32. A row's result does not depend on the others.
-    void accumulate(std::span<const float* const> queries, int columns, std::span<float* const> sums) const;
+    void accumulate(std::span<const float* const> queries, int columns, std::span<float* const> sums,
+                    Start start) const;
     void accumulate(const float* query, int columns, float* sums) const {
-        accumulate(std::span(&query, 1), columns, std::span(&sums, 1));
+        accumulate(std::span(&query, 1), columns, std::span(&sums, 1), Start::sums);
     }
     // The same, and the best of each row's columns afterwards, in one pass. `tops` is scratch.
-    void accumulate_best(std::span<const float* const> queries, std::span<float* const> sums,
+    void accumulate_best(std::span<const float* const> queries, std::span<float* const> sums, Start start,
                          const Scale& scale, FloatBlocks& tops, std::span<Best> best) const;
 
   private:
@@ -76,7 +80,7 @@ class BlockMatrix {
         std::size_t word, shift;
     };
     Place place(int column) const;
-    void score(std::span<const float* const> queries, int columns, std::span<float* const> sums,
+    void score(std::span<const float* const> queries, int columns, std::span<float* const> sums, Start start,
                const float* scale, FloatBlocks* tops) const;
 
     int features_;

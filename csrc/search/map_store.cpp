@@ -22,8 +22,7 @@ bool unit_embedding(std::span<const std::uint16_t> half, float* out) {
     }
     const double norm = std::sqrt(squares);
     for (std::size_t i = 0; i < half.size(); ++i) {
-        const double x = half_to_float(half[i]);
-        out[i] = half_to_float(float_to_half(static_cast<float>(x / norm)));
+        out[i] = round_to_half(static_cast<float>(half_to_float(half[i]) / norm));
     }
     return true;
 }

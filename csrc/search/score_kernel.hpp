@@ -5,12 +5,14 @@
 // are widened once for all of them; every lane of every row has its own sum, so that rows do not depend on
 // one another.
 
-// sums[r][c] += Σ_f queries[r][f] · words[f][c] for whole blocks of columns, in feature order. With a scale,
-// a block is scored while its sums are in registers: tops[r][b][lane] is the largest sums[r][c] · scale[c] of
-// block b's columns in that lane, and a last row after the blocks' has the largest of each lane.
+// sums[r][c] += Σ_f queries[r][f] · words[f][c] (queries times kQueryScale) for whole blocks of columns, in
+// feature order. With a scale, a block is scored while its sums are in registers: tops[r][b][lane] is the
+// largest sums[r][c] · scale[c] of block b's columns in that lane, and a last row after the blocks' has the
+// largest of each lane.
 template <bool kSigned, int kRows>
 FINEMOE_TARGET void FINEMOE_KERNEL(const std::uint32_t* words, const float* const* queries, int features,
-                                   int columns, float* const* sums, const float* scale, float* const* tops) {
+                                   int columns, bool fresh, float* const* sums, const float* scale,
+                                   float* const* tops) {
     using Words = std::uint32_t __attribute__((vector_size(FINEMOE_LANES * 4)));
     using Ints = std::int32_t __attribute__((vector_size(FINEMOE_LANES * 4)));
     using Lanes = float __attribute__((vector_size(FINEMOE_LANES * 4)));
@@ -57,7 +59,7 @@ FINEMOE_TARGET void FINEMOE_KERNEL(const std::uint32_t* words, const float* cons
                     }
 #pragma GCC unroll 16
                     for (int r = 0; r < kRows; ++r) {
-                        const float q = queries[r][f] * kQueryScale;
+                        const float q = queries[r][f];
                         a[r][2 * k] += q * low;
                         a[r][2 * k + 1] += q * high;
                     }
@@ -69,7 +71,10 @@ FINEMOE_TARGET void FINEMOE_KERNEL(const std::uint32_t* words, const float* cons
                 Lanes top = {};
 #pragma GCC unroll 16
                 for (int k = 0; k < 2 * kWords; ++k) {
-                    Lanes sum = a[r][k] + s[k * kGroups];
+                    Lanes sum = a[r][k];
+                    if (!fresh) {
+                        sum += s[k * kGroups];
+                    }
                     if (features > 0) {
                         s[k * kGroups] = sum;
                     }

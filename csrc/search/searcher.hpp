@@ -10,9 +10,10 @@
 
 namespace finemoe {
 
-// One row with its f16 gate rows [L, J] and embedding [h] (empty: none).
+// B rows with their f16 gate rows [B, L, J] and embeddings [B, h] (empty: none).
 std::shared_ptr<const IterationRows> make_iteration(std::span<const std::uint16_t> gates,
-                                                    std::span<const std::uint16_t> embedding);
+                                                    std::span<const std::uint16_t> embeddings,
+                                                    std::size_t batch, const CoreConfig& config);
 
 class Searcher final : public SearchEngine {
   public:
@@ -28,11 +29,23 @@ class Searcher final : public SearchEngine {
     SearchResult semantic(const SearchRequest& request);
     SearchResult trajectory(const SearchRequest& request);
     void update(const SearchRequest& request);
-    int most_redundant(const float* sums, float query_inverse, std::span<const float> unit_embedding);
+    int most_redundant(std::size_t row, bool embedded);
     std::span<const float> unit_of(const IterationRows& iteration, int row) const;
-    void refresh_sums(int place, const float* map);
+    struct ByFeature {
+        std::shared_ptr<const IterationRows> of;
+        std::size_t groups = 0, width = 0, batch = 0, rows = 0;
+        std::vector<float> values;
+        void arrange(const std::shared_ptr<const IterationRows>& iteration, const float* given,
+                     int group_count, int group_width);
+    };
+    void refresh(const ByFeature& by_feature, std::size_t first, int place, std::span<const float> stored,
+                 std::vector<FloatBlocks>& sums);
     void gather(const IterationRows& iteration, int layer);
-    void add_squares(const float* gate_row, int row);
+    void gather_units(const std::shared_ptr<const IterationRows>& iteration, int first);
+    static constexpr std::size_t kTile = 16;
+    static BlockMatrix::Start start_of(int layer) {
+        return layer == 0 ? BlockMatrix::Start::fresh : BlockMatrix::Start::sums;
+    }
 
     // Running sums of the iteration being followed: per row, the dot product of its layers so far with every
     // map.
@@ -40,7 +53,12 @@ class Searcher final : public SearchEngine {
     int layers_done_ = 0;
     std::vector<FloatBlocks> sums_;
     std::vector<double> squares_;  // per row, of the same layers
-    FloatBlocks scratch_, redundancy_, tops_;
+    // The iteration whose embeddings have been compared with every stored one, and with which results.
+    std::shared_ptr<const IterationRows> compared_;
+    std::vector<FloatBlocks> similarities_;
+    ByFeature followed_rows_, compared_rows_;  // of updates
+    FloatBlocks redundancy_, tops_;
+    std::vector<float> map_;             // the one being added
     std::vector<const float*> queries_;  // of the rows that are scored together, with where their sums go
     std::vector<float*> into_;
     std::vector<Best> best_;
