@@ -178,7 +178,7 @@ void Searcher::update(const SearchRequest& request) {
         refresh(followed_rows_, next, place,
                 std::span(map_).first(static_cast<std::size_t>(layers_done_ * config_.experts)), sums_);
     }
-    if (compared_ == request.iteration) {
+    if (compared_ == request.iteration && !it.units.empty()) {
         compared_rows_.arrange(request.iteration, it.units.data(), 1, config_.embedding_width);
         refresh(compared_rows_, next, place, unit, similarities_);
     }
