@@ -110,9 +110,9 @@ def main() -> None:
                 routing = Path(folder) / f"{model}.parquet"
                 import_chosen_experts(args.data / "routing" / RECORDED[model], routing)
                 runs = finemoe.simulate(
-                    trace, expert_cache=SHARES, hardware="rtx3090", routing=routing, **options
+                    trace, expert_cache=SHARES, hardware="a100-80gb", routing=routing, **options
                 ).runs
-                show(f"{model}, rtx3090, recorded routing", runs, SHARES, "0.25")
+                show(f"{model}, a100-80gb, recorded routing", runs, SHARES, "0.25")
 
 
 if __name__ == "__main__":
