@@ -224,6 +224,12 @@ PYBIND11_MODULE(_core, m) {
             py::arg("layer"), py::arg("target"), py::arg("probabilities"), py::arg("time_s") = 0.0)
         .def("search_done", &Core::search_done, py::arg("ticket"), py::arg("time_s") = 0.0, NoGil())
         .def("loaded", &Core::loaded, py::arg("expert"), py::arg("time_s") = 0.0, NoGil())
+        .def(
+            "loaded_all",
+            [](Core& core, const std::vector<ExpertId>& experts, double time_s) {
+                return core.loaded_all(experts, time_s);
+            },
+            py::arg("experts"), py::arg("time_s") = 0.0, NoGil())
         .def("paused", &Core::paused, py::arg("expert"), py::arg("bytes_done"), py::arg("time_s") = 0.0,
              NoGil())
         .def("load_failed", &Core::load_failed, py::arg("expert"), py::arg("reason"), py::arg("time_s") = 0.0,
@@ -243,6 +249,8 @@ PYBIND11_MODULE(_core, m) {
             "take_device",
             [](Core& core, int g) { return drained([&](auto& into) { core.take_device(g, into); }); },
             py::arg("device"))
+        .def("take_devices",
+             [](Core& core) { return drained([&](auto& into) { core.take_devices(into); }); })
         .def("take_searches",
              [](Core& core) { return drained([&](auto& into) { core.take_searches(into); }); })
         .def("abort_reason", &Core::abort_reason, NoGil())

@@ -100,6 +100,15 @@ void Core::take_device(int g, std::vector<Command>& into) {
     into.swap(device_outbox_[static_cast<std::size_t>(g)]);
 }
 
+void Core::take_devices(std::vector<Command>& into) {
+    into.clear();
+    const std::scoped_lock lock(mutex_);
+    for (auto& outbox : device_outbox_) {
+        into.insert(into.end(), outbox.begin(), outbox.end());
+        outbox.clear();
+    }
+}
+
 void Core::take_searches(std::vector<Command>& into) {
     into.clear();
     const std::scoped_lock lock(mutex_);

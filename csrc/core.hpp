@@ -48,6 +48,7 @@ class Core {
                               double time_s = 0.0);
     std::uint64_t search_done(std::int64_t ticket, double time_s = 0.0);
     std::uint64_t loaded(ExpertId expert, double time_s = 0.0);
+    std::uint64_t loaded_all(std::span<const ExpertId> experts, double time_s = 0.0);  // one event each
     std::uint64_t paused(ExpertId expert, std::int64_t bytes_done, double time_s = 0.0);
     std::uint64_t load_failed(ExpertId expert, const std::string& reason, double time_s = 0.0);
     std::uint64_t computed(int layer, std::span<const ExpertId> experts, double time_s = 0.0);
@@ -59,6 +60,7 @@ class Core {
     // Outboxes; each consumer drains its own, in order.
     // What was in `into` is dropped, its capacity is kept.
     void take_device(int device, std::vector<Command>& into);
+    void take_devices(std::vector<Command>& into);  // of all, device after device
     void take_searches(std::vector<Command>& into);
     void take_forward(std::vector<Command>& into);
 

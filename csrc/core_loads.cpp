@@ -253,6 +253,14 @@ std::uint64_t Core::loaded(ExpertId id, double time_s) {
     return settle(time_s);
 }
 
+std::uint64_t Core::loaded_all(std::span<const ExpertId> experts, double time_s) {
+    std::uint64_t mask = 0;
+    for (const ExpertId e : experts) {
+        mask = loaded(e, time_s);
+    }
+    return mask;
+}
+
 std::uint64_t Core::paused(ExpertId id, std::int64_t bytes_done, double time_s) {
     const std::scoped_lock lock(mutex_);
     require_running();

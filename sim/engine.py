@@ -24,7 +24,7 @@ from .compute import ComputeModel
 from .events import ENGINE, Timer
 from .foresight import Foresight
 from .host_memory import make_links
-from .link import Copies
+from .link import Copies, hand_over
 from .placement import Placement
 from .search_worker import SearchWorker
 
@@ -72,7 +72,6 @@ class Engine:
             env, core, profile, memory, self._copies, self.deliver, write_back=system.write_back
         )
         self.placement = Placement(profile.devices) if memory.replicated else None
-        self._link_of = {1 << device: link for device, link in enumerate(self.links)}
         self.worker = SearchWorker(env, core, profile, self.deliver)
         self.foresight = Foresight(core, feed, model.layers) if system.predictor == "oracle" else None
         self.log = IterationLog()
@@ -90,13 +89,10 @@ class Engine:
 
     def deliver(self, mask: int) -> None:
         """Hand the core's commands to those who carry them out; wake the forward pass where it can go on."""
-        if mask & OUTBOXES:
-            devices = mask >> DEVICE_SHIFT
-            while devices:
-                self._link_of[devices & -devices].drain()
-                devices &= devices - 1
-            if mask & SEARCH_PENDING:
-                self.worker.drain()
+        if mask >> DEVICE_SHIFT:
+            hand_over(self._core, self.links)
+        if mask & SEARCH_PENDING:
+            self.worker.drain()
         self._mask = mask
         if mask & self._wakes:
             self._wakes = 0

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import simpy
 
 from .events import LOADED, PAUSED, Alarm
-from .link import Copies, Link
+from .link import Copies, Landings, Link
 
 if TYPE_CHECKING:
     from ..calibration.profile import HardwareProfile
@@ -179,16 +179,16 @@ class HostLink(Link):
         self,
         env: simpy.Environment,
         core: Core,
-        device: int,
         profile: HardwareProfile,
         copies: Copies,
+        landings: Landings,
         deliver: Callable[[int], None],
         bandwidth: HostBandwidth,
         memory: HostMemory | None,
         *,
         write_back: bool = False,
     ) -> None:
-        super().__init__(env, core, device, profile, copies, deliver, write_back=write_back)
+        super().__init__(env, core, profile, copies, landings, deliver, write_back=write_back)
         self._share = bandwidth
         self._memory = memory
         self._rate = 0.0
@@ -200,17 +200,16 @@ class HostLink(Link):
         self._stop_alarm = Alarm(env, PAUSED, self._copied_part)
         self._give_up_alarm = Alarm(env, PAUSED, self.give_up_now)
 
-    def drain(self) -> None:
-        """Take the commands from the core's outbox of this device."""
-        for command in self._core.take_device(self._device):
-            if len(command) == 2:  # PreemptPrefetch(device)
-                self._pause()
-                continue
-            _, self._expert, _, _, self._offset, self._size, kind, _ = command
-            if self._memory is None:
-                self.copy()
-            else:
-                self._memory.fetch(self, self._expert, demand=kind == "demand")
+    def obey(self, command: tuple[Any, ...]) -> None:
+        """See `Link`."""
+        if len(command) == 2:
+            self._pause()
+            return
+        _, self._expert, _, _, self._offset, self._size, kind, _ = command
+        if self._memory is None:
+            self.copy()
+        else:
+            self._memory.fetch(self, self._expert, demand=kind == "demand")
 
     def copy(self) -> None:
         """Host memory holds the expert: copy it."""
@@ -261,18 +260,20 @@ class HostLink(Link):
         self._set()
 
     def _copied_all(self) -> None:
-        self._deliver(self._core.loaded(self._expert, self._finish()))
+        now = self._env.now
+        self._deliver(self._core.loaded(self.finish(now), now))
 
     def _copied_part(self) -> None:
-        now = self._finish()
-        self._deliver(self._core.paused(self._expert, self._offset + self._size, now))
+        now = self._env.now
+        self._deliver(self._core.paused(self.finish(now), self._offset + self._size, now))
 
-    def _finish(self) -> float:
-        now = super()._finish()
+    def finish(self, now_s: float) -> int:
+        """See `Link`."""
+        expert = super().finish(now_s)
         if self._memory is not None:
-            self._memory.release(self._expert)
+            self._memory.release(expert)
         self._share.leave(self)
-        return now
+        return expert
 
 
 def make_links(
@@ -297,11 +298,14 @@ def make_links(
         profile.devices * profile.link_bandwidth > profile.host_bandwidth
     )
     devices = range(profile.devices)
+    landings = Landings(env, core, deliver)
     if held is None and not binds:
-        return [Link(env, core, g, profile, copies, deliver, write_back=write_back) for g in devices], None
+        plain = [Link(env, core, profile, copies, landings, deliver, write_back=write_back) for _ in devices]
+        return plain, None
     share = HostBandwidth(profile, write_back=write_back)
     links: list[Link] = [
-        HostLink(env, core, g, profile, copies, deliver, share, held, write_back=write_back) for g in devices
+        HostLink(env, core, profile, copies, landings, deliver, share, held, write_back=write_back)
+        for _ in devices
     ]
     return links, held
 

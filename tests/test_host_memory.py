@@ -10,7 +10,7 @@ import pytest
 from finemoe.policy.core import CHUNK_OPEN, CHUNK_READY
 from finemoe.sim.events import ENGINE, Timer
 from finemoe.sim.host_memory import HostBandwidth, HostLink, HostMemory
-from finemoe.sim.link import Copies, Link
+from finemoe.sim.link import Copies, Landings, Link
 from test_world_preemption import EXPERT_BYTES, PROFILE, Bench, Script
 
 # A read of an expert's 1024 bytes: 1 s latency, then 512 bytes a second, in chunks of 256 (0.5 s): 3 s.
@@ -26,9 +26,10 @@ class SsdBench(Bench):
         profile = msgspec.structs.replace(SSD, devices=devices, host_bandwidth=None)
         self.host = HostMemory(self.env, host_slots, EXPERT_BYTES, profile)
         share, copies = HostBandwidth(profile), Copies()
+        landings = Landings(self.env, self.core, self.deliver)
         self.links: list[Link] = [
-            HostLink(self.env, self.core, g, profile, copies, self.deliver, share, self.host)
-            for g in range(devices)
+            HostLink(self.env, self.core, profile, copies, landings, self.deliver, share, self.host)
+            for _ in range(devices)
         ]
 
     def require(self, members: Sequence[int], *predicted: int) -> Script:
@@ -264,11 +265,20 @@ class SharedBench(Bench):
         super().__init__(devices=2)
         profile = msgspec.structs.replace(SSD, devices=2, host_bandwidth=host_bandwidth)
         share, copies = HostBandwidth(profile, write_back=write_back), Copies()
+        landings = Landings(self.env, self.core, self.deliver)
         self.links: list[Link] = [
             HostLink(
-                self.env, self.core, g, profile, copies, self.deliver, share, None, write_back=write_back
+                self.env,
+                self.core,
+                profile,
+                copies,
+                landings,
+                self.deliver,
+                share,
+                None,
+                write_back=write_back,
             )
-            for g in range(2)
+            for _ in range(2)
         ]
 
     def second(self, expert: int, at_s: float) -> Script:

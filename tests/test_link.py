@@ -13,7 +13,7 @@ from finemoe.calibration.profile import load_profile
 from finemoe.policy.core import Core, make_config
 from finemoe.serving.decisions import KINDS
 from finemoe.sim.events import ARRIVAL, ENGINE, Timer
-from finemoe.sim.link import Copies, Link
+from finemoe.sim.link import Copies, Landings, Link, hand_over
 from world_case import plain_options
 
 LATENCY_S, BANDWIDTH, EXPERT_BYTES = 0.5, 256.0, 1024
@@ -39,20 +39,24 @@ def poisson_waits(utilisation: float, seed: int) -> tuple[npt.NDArray[np.float64
         ),
         log_iterations=-1,
     )
-    link = Link(env, core, 0, PROFILE, Copies(), lambda mask: link.drain())
+
+    def deliver(_: int) -> None:
+        hand_over(core, [link])
+
+    link = Link(env, core, PROFILE, Copies(), Landings(env, core, deliver), deliver)
     gaps = np.random.default_rng(seed).exponential(SERVICE_S / utilisation, LAYERS - 1)
 
     def arrivals() -> Generator[simpy.Event, None, None]:
         row = np.ones((1, 1), np.float16)
         core.begin_iteration([(0, "decode", 1, False)])
         core.gate(0, row, [0], [1])
-        link.drain()
+        hand_over(core, [link])
         yield Timer(env, ENGINE).start(SERVICE_S)
         core.computed_chunk(env.now)
         for layer, gap_s in enumerate(gaps.tolist(), start=1):
             yield Timer(env, ARRIVAL).start(gap_s)
             core.speculation(0, layer, row, env.now)
-            link.drain()
+            hand_over(core, [link])
 
     env.process(arrivals())
     env.run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ from finemoe.errors import CoreError
 from finemoe.policy.core import CHUNK_READY, Core, make_config
 from finemoe.serving.decisions import KINDS
 from finemoe.sim.events import ENGINE, Timer
-from finemoe.sim.link import Copies, Link
+from finemoe.sim.link import Copies, Landings, Link, hand_over
 from world_case import plain_options
 
 # 0.5 s latency, then a chunk of 256 bytes a second. All times are exact in binary.
@@ -31,6 +31,9 @@ class FlakyCore(Core):
             return super().loaded(expert, time_s)
         self.failures -= 1
         return self.load_failed(expert, "read error", time_s)
+
+    def loaded_all(self, experts: Sequence[int], time_s: float = 0.0) -> int:
+        return [self.loaded(expert, time_s) for expert in experts][-1]
 
 
 Script = Generator[simpy.Event, None, None]
@@ -56,12 +59,14 @@ class Bench:
         self.core = FlakyCore(make_config(options), log_iterations=-1)
         copies = Copies()
         profile = msgspec.structs.replace(PROFILE, link_chunk_bytes=chunk_bytes)
-        self.links = [Link(self.env, self.core, g, profile, copies, self.deliver) for g in range(devices)]
+        landings = Landings(self.env, self.core, self.deliver)
+        self.links = [
+            Link(self.env, self.core, profile, copies, landings, self.deliver) for _ in range(devices)
+        ]
         self.ready: simpy.Event | None = None
 
     def deliver(self, mask: int) -> None:
-        for link in self.links:
-            link.drain()
+        hand_over(self.core, self.links)
         if mask & CHUNK_READY and self.ready is not None:
             ready, self.ready = self.ready, None
             ready.succeed()
