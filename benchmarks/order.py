@@ -22,7 +22,7 @@ DATA = ROOT.parent / "shared" / "data"
 MODELS = {
     "mixtral-8x7b": ("6GB", "12GB", "24GB", "48GB", "96GB"),
     "qwen1.5-moe": ("6GB", "12GB", "24GB"),
-    "phi-3.5-moe": ("6GB", "12GB", "24GB", "48GB", "96GB"),
+    "phi-3.5-moe": ("6GB", "24GB", "96GB"),
 }
 RECORDED = {"gpt-oss-20b": "gpt-oss-20b_mmlu524.npz", "deepseek-v2-lite": "deepseek-v2-lite_esft173.npz"}
 SHARES = ("0.125", "0.25", "0.5")

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
+    from ..sim.cell import Progress
     from ..sim.plan import Cell, Plan
-    from ..sim.world import Progress
 
 
 class ProgressBar:

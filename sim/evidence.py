@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from ..policy.models import ModelSpec
     from ..traces.requests import RequestSelection, RequestTrace
     from ..traces.routing import RoutingSource
+    from .cell import Requests
     from .settings import RunSettings
-    from .world import Requests
 
 
 def describe_trace(

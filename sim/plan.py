@@ -27,7 +27,7 @@ from .popularity import sample_of
 from .settings import RunSettings
 
 if TYPE_CHECKING:
-    from .world import Requests
+    from .cell import Requests
 
 TRAINING_SHARE = 0.7  # paper §6.1: 70 % of the data fill the store, 30 % are served
 _SPLIT_STREAM = 1  # keeps the offline split's draws apart from other uses of the run's seed

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..traces.routing import RequestRouting, RoutingSource
-    from .world import CellInputs
+    from .cell import CellInputs
 
 # Without training requests: as many others as these, as long as these. ASSUMED.
 SAMPLE_REQUESTS = 32

@@ -14,9 +14,10 @@ from ..serving.metrics import CellSummary, summarize
 from ..serving.results import Results, ResultsWriter
 from ..serving.slo import parse_slo
 from ..serving.timeseries import time_series
+from .cell import CellInputs, CellOutcome, Progress
 from .plan import Cell, Plan, make_plan
 from .settings import resolve, to_toml
-from .world import CellInputs, CellOutcome, Progress, run_cell
+from .world import run_cell
 
 RESULTS_ROOT = Path("finemoe-results")
 

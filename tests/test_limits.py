@@ -10,7 +10,7 @@ import pytest
 from finemoe.calibration.profile import HardwareProfile
 from finemoe.policy.models import ModelSpec
 from finemoe.policy.systems import SYSTEMS
-from finemoe.sim.world import CellInputs, CellOutcome
+from finemoe.sim.cell import CellInputs, CellOutcome
 from finemoe.traces.requests import Request
 from world_case import MadeRouting, cell, serve, small_machine, small_model
 

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 from finemoe import simulate
 from finemoe.errors import CapacityError, SettingError
+from finemoe.sim.cell import Progress
 from finemoe.sim.plan import Cell, Plan, _named, make_plan
 from finemoe.sim.run import Interrupted, OnProgress
 from finemoe.sim.settings import resolve
-from finemoe.sim.world import Progress
 from finemoe.traces.npz_import import import_chosen_experts
 
 

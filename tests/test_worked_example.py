@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from finemoe.sim.world import CellInputs, CellOutcome, cell_options, plan_cell
+from finemoe.sim.cell import CellInputs, CellOutcome, cell_options, plan_cell
 from finemoe.traces.requests import Request
 from reference_core import ReferenceCore
 from reference_formulas import delta_of, delta_set, finemoe_key, inverse_norms, running_sums, semantic_scores

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...serving.timeseries import time_series
-from ...sim.world import CellInputs, CellOutcome, plan_cell
+from ...sim.cell import CellInputs, CellOutcome, plan_cell
 
 RELATIVE = 1e-9
 

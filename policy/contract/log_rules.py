@@ -17,7 +17,7 @@ from .searches import Command
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from ...sim.world import CellOutcome
+    from ...sim.cell import CellOutcome
 
 Logged = dict[str, Any]
 
