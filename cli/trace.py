@@ -1,7 +1,10 @@
-"""`finemoe trace`: look at a request trace, convert one to Parquet, or import recorded routing."""
+"""`finemoe trace`: look at a request trace, convert one to Parquet, import recorded routing, analyse it."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
     from ..traces.request_info import TraceInfo
 
 trace_app = typer.Typer(
-    help="Look at request traces, convert them, import routing.",
+    help="Look at request traces, convert them, import and analyse routing.",
     invoke_without_command=True,
     callback=help_without_command,
 )
@@ -87,6 +90,81 @@ def import_command(
         f"{out}: {meta.model}, {meta.layers} layers x {meta.experts} experts, top-{meta.top_k}; "
         f"unrecorded probability: {meta.unchosen_mass}; prefill: {filled}"
     )
+
+
+@trace_app.command("analyze")
+def analyze_command(
+    routing: Annotated[Path, typer.Argument(metavar="ROUTING", help="Routing trace (Parquet).")],
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write pictures (PNG; needs matplotlib) here.")
+    ] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Routing trace whose requests fill the store. [70 % of ROUTING's]"),
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds of the splits and draws.")] = "0,1,2,3,4",
+    capacity: Annotated[str, typer.Option(help="Maps in the store.")] = "1000,10000",
+    fill: Annotated[
+        str,
+        typer.Option(
+            metavar="RULE",
+            help="sample: that many maps drawn; rdy: all offered, the most redundant replaced (minutes).",
+        ),
+    ] = "sample",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """How predictable routing is: entropy, similarity, hit rates by distance, scores by store size."""
+    from ..errors import SettingError
+    from ..report.figures import require_matplotlib
+    from ..traces.routing_analysis import analyse_routing
+
+    if fill not in ("sample", "rdy"):
+        raise SettingError(f"--fill {fill}: name sample or rdy.")
+    if output is not None:
+        require_matplotlib()  # before minutes of work
+    with _status() as tell:
+        analysis = analyse_routing(
+            routing,
+            store=store,
+            seeds=_whole_numbers("--seeds", seeds),
+            capacities=_whole_numbers("--capacity", capacity),
+            fill="rdy" if fill == "rdy" else "sample",
+            progress=tell,
+        )
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(analysis), indent=2).decode())
+    else:
+        from .analysis_table import print_analysis
+
+        print_analysis(analysis)
+    if output is not None:
+        from ..report.routing_plots import plot_routing
+
+        pictures = plot_routing(analysis, output)
+        print(f"pictures      {output}: {', '.join(path.name for path in pictures)}", file=sys.stderr)
+
+
+def _whole_numbers(option: str, text: str) -> list[int]:
+    from ..errors import SettingError
+
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise SettingError(f"{option} {text}: whole numbers with commas between them are expected.")
+    return [int(part) for part in parts]
+
+
+@contextmanager
+def _status() -> Iterator[Callable[[str], None]]:
+    """What is being done, in a line on standard error where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as line:
+        yield lambda text: line.update(text)
 
 
 def _print_info(info: TraceInfo) -> None:
