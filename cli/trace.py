@@ -61,12 +61,20 @@ def convert_command(
 @trace_app.command("import")
 def import_command(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Route CSV, or npz of expert_ids, probs and offsets.")
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Route CSV, npz of expert_ids, probs and offsets, responses of vLLM or SGLang with routed "
+            "experts, or a converted SGLang recording.",
+        ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Routing trace to write.")],
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Model of the recording. [npz: by its shape; CSV: its header's]"),
+        typer.Option(
+            metavar="NAME",
+            help="Model of the recording, or a config.json. [by its shape; CSV: its header's]",
+        ),
     ] = None,
     no_prefill: Annotated[
         bool,
@@ -76,13 +84,20 @@ def import_command(
     """Make a routing trace for --routing from recorded choices of experts (docs/routing-format.md)."""
     from ..errors import SettingError
     from ..traces.npz_import import import_chosen_experts
+    from ..traces.recorder_import import import_sglang_recording
     from ..traces.route_import import import_route_csv, recording_format
+    from ..traces.routed_experts_import import import_routed_experts
 
-    if recording_format(file) == "npz":
+    kind = recording_format(file)
+    if no_prefill and kind != "npz":
+        raise SettingError(f"--no-prefill is for npz files of expert_ids: this is {kind}. Leave it out.")
+    if kind == "npz":
         prefill: Literal["none", "derived"] = "none" if no_prefill else "derived"
         meta = import_chosen_experts(file, out, model=model, prefill=prefill)
-    elif no_prefill:
-        raise SettingError("--no-prefill is for npz files: a route CSV has its prefill. Leave it out.")
+    elif kind == "routed experts":
+        meta = import_routed_experts(file, out, model=model)
+    elif kind == "SGLang recording":
+        meta = import_sglang_recording(file, out, model=model)
     else:
         meta = import_route_csv(file, out, model=model)
     filled = "none" if meta.prefill == "none" else meta.prefill.upper()

@@ -102,11 +102,11 @@ def first_pass(file: RoutingFile, most: int, seed: int, progress: Callable[[str]
         patterns.add(routing.gate[first:], chosen_experts(routing, first))
         requests.append(number)
         decodes.append(routing.iterations - first)
-        counts[number] = token_totals(routing)[-1]
+        counts[number] = token_totals(routing)[-1].copy()  # a view would keep all of them
         means.append(routing.gate[first:].mean(axis=0, dtype=np.float32))
         if meta.embedding_width:
             empty = np.zeros(meta.embedding_width, np.float16)
-            embeddings.append(empty if routing.embedding is None else routing.embedding[0])
+            embeddings.append(empty if routing.embedding is None else routing.embedding[0].copy())
     if len(requests) < 4:
         raise TraceError(
             file.path,
