@@ -111,12 +111,13 @@ def test_coarse_counts_are_searched_row_by_row(longer: tuple[RequestRouting, Req
         for seen in range(meta.layers - 2):
             scores = [
                 sum(
-                    float(row @ other) / np.linalg.norm(row) / np.linalg.norm(other)
+                    float(row @ other) / float(np.linalg.norm(row) * np.linalg.norm(other))
                     for row, other in zip(totals[: seen + 1], matrix, strict=False)
                 )
                 for matrix in counts
             ]
-            inside += int((best[int(np.argmax(scores)), seen + 2] & chosen[seen + 2]).sum())
+            nearest = scores.index(max(scores))
+            inside += int((best[nearest][seen + 2] & chosen[seen + 2]).sum())
             activations += int(chosen[seen + 2].sum())
     assert coarse_hits(counts, served, 2)[2] == pytest.approx(inside / activations)
 
