@@ -102,7 +102,7 @@ def test_saved_arrays(tmp_path: Path) -> None:
     expect_requests(tmp_path / "out.parquet", ((REQUESTS[0][0], 2),))
 
 
-def ids_with(place: tuple[int, ...], value: Any) -> Ids:
+def ids_with(place: tuple[Any, ...], value: Any) -> Ids:
     ids = drawn_ids(9, 1)
     ids[place] = value
     return ids
