@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from analysis_traces import analysis_meta, write_trace
 from engine_recordings import (
     MODEL,
     drawn_ids,
@@ -20,7 +21,7 @@ from engine_recordings import (
     vllm_021_response,
     vllm_response,
 )
-from finemoe.errors import InputError
+from finemoe.errors import InputError, TraceError
 from finemoe.traces.npz_import import import_chosen_experts
 from finemoe.traces.recorder_import import import_sglang_recording
 from finemoe.traces.route_import import import_route_csv, recording_format
@@ -155,3 +156,27 @@ def test_pickles_are_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     for content in (pickle.dumps(_Trap()), archive(**dict.fromkeys(names, trap)), single.getvalue()):
         assert outcome(load, content, folder)
     assert not (tmp_path / "executed").exists()
+
+
+def test_damaged_routing_traces(tmp_path: Path) -> None:
+    meta = analysis_meta()
+    written = write_trace(tmp_path / "whole.parquet", meta, requests=3)
+    whole, path = (tmp_path / "whole.parquet").read_bytes(), tmp_path / "damaged.parquet"
+    rng = np.random.default_rng(12)
+    told: list[str] = []
+    for turn in range(3 * DAMAGED):
+        damaged = bytearray(whole)
+        for place in rng.integers(0, len(whole), int(rng.integers(1, 9))).tolist():
+            damaged[place] = int(rng.integers(256))
+        path.write_bytes(damaged[: int(rng.integers(0, len(whole)))] if turn % 3 == 0 else damaged)
+        try:
+            file = RoutingFile(path)
+            read = [file.recorded(number) for number in range(file.requests)]
+        except TraceError as error:
+            told.append(str(error))
+        else:  # the change hit nothing that is read, or a label
+            assert len(read) == len(written)
+            for one, other in zip(read, written, strict=True):
+                assert one.gate.tobytes() == other.gate.tobytes()
+    assert len(told) > 2 * DAMAGED
+    assert all(message.startswith(str(path)) for message in told)

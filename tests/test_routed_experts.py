@@ -26,6 +26,7 @@ from finemoe.errors import SettingError, TraceError
 from finemoe.traces.route_import import recording_format
 from finemoe.traces.routed_experts_import import import_routed_experts
 from finemoe.traces.routing_file import RoutingFile
+from test_routing_analysis_cli import finemoe
 
 REQUESTS: tuple[tuple[Ids, int], ...] = ((drawn_ids(9, 1), 4), (drawn_ids(6, 2), 1))
 
@@ -209,3 +210,15 @@ def test_sglang_ids_of_a_model_without_other_layers(tmp_path: Path) -> None:
     meta = import_routed_experts(path, tmp_path / "out.parquet", model="mixtral")
     assert (meta.model, meta.layers) == ("mixtral-8x7b", 32)
     assert RoutingFile(tmp_path / "out.parquet").recorded(0).iterations == 2
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = json_lines(tmp_path / "r.jsonl", sglang_response(*REQUESTS[0])), tmp_path / "out.parquet"
+    command = ("trace", "import", str(path), str(out))
+    assert finemoe(monkeypatch, *command, "--model", MODEL) == 0
+    assert "deepseek-v2-lite, 26 layers x 64 experts, top-6" in capsys.readouterr().out
+    expect_requests(out, REQUESTS[:1])
+    assert finemoe(monkeypatch, *command, "--no-prefill") == 2
+    assert "--no-prefill is for npz files of expert_ids: this is routed experts" in capsys.readouterr().err
