@@ -33,7 +33,7 @@ def served_of(request: RequestRouting) -> Served:
         gate=request.gate[1:],
         chosen=chosen_experts(request, 1),
         embedding=None if request.embedding is None else request.embedding[1:],
-        totals=token_totals(request)[1:],
+        totals=token_totals(request, np.arange(1, request.iterations)),
         speculation={},
     )
 
@@ -120,6 +120,18 @@ def test_coarse_counts_are_searched_row_by_row(longer: tuple[RequestRouting, Req
             inside += int((best[nearest][seen + 2] & chosen[seen + 2]).sum())
             activations += int(chosen[seen + 2].sum())
     assert coarse_hits(counts, served, 2)[2] == pytest.approx(inside / activations)
+
+
+def test_tokens_so_far_in_any_order(longer: tuple[RequestRouting, RequestRouting]) -> None:
+    request = longer[0]
+    rows = np.array([7, 0, 40, 7])
+    for found, row in zip(token_totals(request, rows), rows.tolist(), strict=True):
+        expected = np.zeros((5, 6), np.int64)
+        for iteration in range(row + 1):
+            for layer in range(5):
+                experts, counts = request.required(iteration, layer)
+                expected[layer, experts] += counts
+        assert found.tolist() == expected.tolist()
 
 
 def test_patterns_of_two_requests(longer: tuple[RequestRouting, RequestRouting]) -> None:

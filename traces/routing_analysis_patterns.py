@@ -19,7 +19,8 @@ from .routing_stats import Chosen, entropy_bits, top_k_mask
 Floats = npt.NDArray[np.float32]
 
 AGGREGATED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Numbers of consecutive iterations whose rows are averaged before their entropy is taken."""
+"""Numbers of consecutive iterations whose rows are averaged before their entropy is taken; each divides the
+last."""
 BINS = 10
 
 
@@ -73,12 +74,18 @@ def chosen_experts(routing: RequestRouting, first: int) -> Chosen:
     return chosen.reshape(n, layers, experts)[first:]
 
 
-def token_totals(routing: RequestRouting) -> npt.NDArray[np.int64]:
-    """Tokens that each expert has received up to and including each iteration, int64 [n, L, J]."""
+def token_totals(routing: RequestRouting, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Tokens that each expert has received up to and including iteration r, for each r of `rows`: i64 [·, L, J]."""
     n, layers, experts = routing.gate.shape
-    totals = np.zeros((n * layers, experts), dtype=np.int64)
-    totals[np.repeat(np.arange(n * layers), np.diff(routing.offsets)), routing.experts] = routing.token_counts
-    return np.cumsum(totals.reshape(n, layers, experts), axis=0)
+    cells = np.repeat(np.tile(np.arange(layers), n), np.diff(routing.offsets)) * experts + routing.experts
+    found = np.empty((len(rows), layers * experts), np.int64)
+    total, start = np.zeros(layers * experts), 0
+    for at in np.argsort(rows, kind="stable"):
+        end = int(routing.offsets[(rows[at] + 1) * layers])
+        tokens = routing.token_counts[start:end]
+        total += np.bincount(cells[start:end], weights=tokens, minlength=layers * experts)
+        found[at], start = total, end
+    return found.reshape(-1, layers, experts)
 
 
 @dataclass(eq=False)
@@ -104,11 +111,17 @@ class Patterns:
         """Rows [n, L, J] and activated experts of one request's n decode iterations."""
         if len(gate) == 0:
             return
-        rows = gate.astype(np.float32)
-        self.iterations += len(rows)
+        self.iterations += len(gate)
         self.requests += 1
+        self.coarse += entropy_bits(gate.mean(axis=0, dtype=np.float32, keepdims=True))
+        for start in range(0, len(gate), AGGREGATED[-1]):  # no window crosses the end of a part
+            self._add_part(gate[start : start + AGGREGATED[-1]].astype(np.float32))
+        self.loads += chosen.sum(axis=0)
+        self.repeated += int((chosen[1:] & chosen[:-1]).sum())
+        self.repeatable += int(chosen[1:].sum())
+
+    def _add_part(self, rows: Floats) -> None:
         self.fine += entropy_bits(rows) * len(rows)
-        self.coarse += entropy_bits(rows.mean(axis=0, keepdims=True))
         for length in AGGREGATED:
             count = len(rows) // length
             if count:
@@ -116,9 +129,6 @@ class Patterns:
                 windows, bits = self.windows.get(length, (0, 0.0))
                 found = float(entropy_bits(means).mean())
                 self.windows[length] = (windows + count, bits + found * count)
-        self.loads += chosen.sum(axis=0)
-        self.repeated += int((chosen[1:] & chosen[:-1]).sum())
-        self.repeatable += int(chosen[1:].sum())
 
     def entropy(self) -> Entropy:
         """Of everything added."""
