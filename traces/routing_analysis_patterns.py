@@ -75,7 +75,7 @@ def chosen_experts(routing: RequestRouting, first: int) -> Chosen:
 
 
 def token_totals(routing: RequestRouting, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Tokens that each expert has received up to and including iteration r, for each r of `rows`: i64 [·, L, J]."""
+    """Tokens that each expert has received up to and including iteration r of `rows`: int64 [rows, L, J]."""
     n, layers, experts = routing.gate.shape
     cells = np.repeat(np.tile(np.arange(layers), n), np.diff(routing.offsets)) * experts + routing.experts
     found = np.empty((len(rows), layers * experts), np.int64)
