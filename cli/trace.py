@@ -1,7 +1,10 @@
-"""`finemoe trace`: look at a request trace, convert one to Parquet, or import recorded routing."""
+"""`finemoe trace`: look at a request trace, convert one to Parquet, import recorded routing, analyse it."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
     from ..traces.request_info import TraceInfo
 
 trace_app = typer.Typer(
-    help="Look at request traces, convert them, import routing.",
+    help="Look at request traces, convert them, import and analyse routing.",
     invoke_without_command=True,
     callback=help_without_command,
 )
@@ -58,12 +61,20 @@ def convert_command(
 @trace_app.command("import")
 def import_command(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Route CSV, or npz of expert_ids, probs and offsets.")
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Route CSV, npz of expert_ids, probs and offsets, responses of vLLM or SGLang with routed "
+            "experts, or a converted SGLang recording.",
+        ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Routing trace to write.")],
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Model of the recording. [npz: by its shape; CSV: its header's]"),
+        typer.Option(
+            metavar="NAME",
+            help="Model of the recording, or a config.json. [by its shape; CSV: its header's]",
+        ),
     ] = None,
     no_prefill: Annotated[
         bool,
@@ -73,13 +84,20 @@ def import_command(
     """Make a routing trace for --routing from recorded choices of experts (docs/routing-format.md)."""
     from ..errors import SettingError
     from ..traces.npz_import import import_chosen_experts
+    from ..traces.recorder_import import import_sglang_recording
     from ..traces.route_import import import_route_csv, recording_format
+    from ..traces.routed_experts_import import import_routed_experts
 
-    if recording_format(file) == "npz":
+    kind = recording_format(file)
+    if no_prefill and kind != "npz":
+        raise SettingError(f"--no-prefill is for npz files of expert_ids: this is {kind}. Leave it out.")
+    if kind == "npz":
         prefill: Literal["none", "derived"] = "none" if no_prefill else "derived"
         meta = import_chosen_experts(file, out, model=model, prefill=prefill)
-    elif no_prefill:
-        raise SettingError("--no-prefill is for npz files: a route CSV has its prefill. Leave it out.")
+    elif kind == "routed experts":
+        meta = import_routed_experts(file, out, model=model)
+    elif kind == "SGLang recording":
+        meta = import_sglang_recording(file, out, model=model)
     else:
         meta = import_route_csv(file, out, model=model)
     filled = "none" if meta.prefill == "none" else meta.prefill.upper()
@@ -87,6 +105,81 @@ def import_command(
         f"{out}: {meta.model}, {meta.layers} layers x {meta.experts} experts, top-{meta.top_k}; "
         f"unrecorded probability: {meta.unchosen_mass}; prefill: {filled}"
     )
+
+
+@trace_app.command("analyze")
+def analyze_command(
+    routing: Annotated[Path, typer.Argument(metavar="ROUTING", help="Routing trace (Parquet).")],
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write pictures (PNG; needs matplotlib) here.")
+    ] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Routing trace whose requests fill the store. [70 % of ROUTING's]"),
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds of the splits and draws.")] = "0,1,2,3,4",
+    capacity: Annotated[str, typer.Option(help="Maps in the store.")] = "1000,10000",
+    fill: Annotated[
+        str,
+        typer.Option(
+            metavar="RULE",
+            help="sample: that many maps drawn; rdy: all offered, the most redundant replaced (minutes).",
+        ),
+    ] = "sample",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """How predictable routing is: entropy, similarity, hit rates by distance, scores by store size."""
+    from ..errors import SettingError
+    from ..report.figures import require_matplotlib
+    from ..traces.routing_analysis import analyse_routing
+
+    if fill not in ("sample", "rdy"):
+        raise SettingError(f"--fill {fill}: name sample or rdy.")
+    if output is not None:
+        require_matplotlib()  # before minutes of work
+    with _status() as tell:
+        analysis = analyse_routing(
+            routing,
+            store=store,
+            seeds=_whole_numbers("--seeds", seeds),
+            capacities=_whole_numbers("--capacity", capacity),
+            fill="rdy" if fill == "rdy" else "sample",
+            progress=tell,
+        )
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(analysis), indent=2).decode())
+    else:
+        from .analysis_table import print_analysis
+
+        print_analysis(analysis)
+    if output is not None:
+        from ..report.routing_plots import plot_routing
+
+        pictures = plot_routing(analysis, output)
+        print(f"pictures      {output}: {', '.join(path.name for path in pictures)}", file=sys.stderr)
+
+
+def _whole_numbers(option: str, text: str) -> list[int]:
+    from ..errors import SettingError
+
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
+        raise SettingError(f"{option} {text}: whole numbers with commas between them are expected.")
+    return [int(part) for part in parts]
+
+
+@contextmanager
+def _status() -> Iterator[Callable[[str], None]]:
+    """What is being done, in a line on standard error where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as line:
+        yield lambda text: line.update(text)
 
 
 def _print_info(info: TraceInfo) -> None:

@@ -205,7 +205,10 @@ def test_the_command_knows_a_file_by_its_content(
     assert "--no-prefill is for npz files" in capsys.readouterr().err
     source.write_bytes(b"arrived_at,x\n")
     assert finemoe(monkeypatch, "trace", "import", str(source), str(out)) == 2
-    assert "neither an npz archive nor a route CSV (it begins with b'arrived_at,x" in capsys.readouterr().err
+    assert (
+        "neither an npz archive, a route CSV nor a server's responses (it begins with b'arrived_at,x"
+        in capsys.readouterr().err
+    )
     with pytest.raises(TraceError, match="no such file"):
         recording_format(tmp_path / "absent")
     archive = tmp_path / "npz.csv"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +12,8 @@ import numpy.typing as npt
 
 from ..errors import SettingError, TraceError
 from .chosen_experts import routing_of_tokens, unchosen_mass
-from .files import check_replaceable, unreadable_kind
+from .files import check_replaceable
+from .npz_file import load_npz
 from .routing import RequestRouting, RoutingMeta
 from .routing_check import ROW_SUM_TOLERANCE
 from .routing_file import write_routing
@@ -74,26 +73,7 @@ def import_chosen_experts(
 
 
 def _load(path: Path) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.int64]]:
-    kind = unreadable_kind(path)
-    if kind is not None:
-        raise TraceError(path, f"this is {kind}.", remedy="Name a regular npz file.")
-    try:
-        with path.open("rb") as stream:  # np.load would leave a broken archive open
-            archive = np.load(stream, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise TraceError(path, "a single array, not an npz archive.", remedy=_REMEDY)
-            for name in _ARRAYS:
-                if name not in archive.files:
-                    found = ", ".join(archive.files) or "nothing"
-                    raise TraceError(
-                        path, f"missing (found: {found}).", place=f"array {name}", remedy=_REMEDY
-                    )
-            ids, probabilities, offsets = (archive[name] for name in _ARRAYS)
-    except FileNotFoundError:
-        raise TraceError(path, "no such file.") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise TraceError(path, f"cannot be read as npz without pickle ({reason}).", remedy=_REMEDY) from None
+    ids, probabilities, offsets = load_npz(path, _ARRAYS, _REMEDY).values()
     if ids.ndim != 3 or 0 in ids.shape or not np.issubdtype(ids.dtype, np.integer):
         raise TraceError(
             path,

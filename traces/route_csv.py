@@ -187,6 +187,8 @@ class _Head:
         types = {name: pa.binary() for name in COLUMNS}
         if not rows:
             return pa.table({name: pa.array([], kind) for name, kind in types.items()})
+        if not rows.isascii():  # pyarrow decodes a ragged row as UTF-8 before it hands it over
+            rows = rows.decode("utf-8", "backslashreplace").encode()
         try:
             return pacsv.read_csv(
                 io.BytesIO(rows),

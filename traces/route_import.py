@@ -1,4 +1,4 @@
-"""Import recordings of chosen experts from route CSVs, and tell such a file from an npz archive."""
+"""Import recordings of chosen experts from route CSVs, and tell the kinds of recordings apart."""
 
 from __future__ import annotations
 
@@ -12,22 +12,43 @@ import numpy.typing as npt
 from ..errors import TraceError
 from .chosen_experts import routing_of_tokens, unchosen_mass
 from .files import check_replaceable
+from .npz_file import NPY_MAGIC, array_names
 from .route_csv import MAGIC, PREFILL, RouteTrace, first_bytes, read_route_csv
 from .routing import RequestRouting, RoutingMeta
 from .routing_file import write_routing
 
+Format = Literal["npz", "route CSV", "routed experts", "SGLang recording"]
 
-def recording_format(path: Path) -> Literal["npz", "route CSV"]:
-    """What a recording of chosen experts is, by its first bytes. Raises `TraceError` for anything else."""
+
+def recording_format(path: Path) -> Format:
+    """What a recording of chosen experts is, by its content. Raises `TraceError` for anything else."""
     head = first_bytes(path, 64)
     if head.startswith(b"PK"):
-        return "npz"
-    if head.removeprefix(b"\xef\xbb\xbf").startswith(MAGIC):
+        names = array_names(path)
+        if any(name.endswith("data.pkl") for name in names):
+            raise _pickle(path)
+        if "routed_experts" in names:
+            return "routed experts"
+        return "SGLang recording" if any(name.startswith("sglang_") for name in names) else "npz"
+    if head.startswith(b"\x80"):
+        raise _pickle(path)
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(MAGIC):
         return "route CSV"
+    if head.startswith(NPY_MAGIC) or text.startswith((b"{", b"[")):
+        return "routed experts"
     raise TraceError(
         path,
-        f"neither an npz archive nor a route CSV (it begins with {head[:16]!r}).",
-        remedy="docs/routing-format.md describes both.",
+        f"neither an npz archive, a route CSV nor a server's responses (it begins with {head[:16]!r}).",
+        remedy="docs/routing-format.md describes what is read.",
+    )
+
+
+def _pickle(path: Path) -> TraceError:
+    return TraceError(
+        path,
+        "a pickle, which may run code when it is loaded: it is never read.",
+        remedy="Convert an SGLang dump with scripts/sglang_to_npz.py, where SGLang runs.",
     )
 
 
