@@ -40,27 +40,31 @@ class Rule(msgspec.Struct, frozen=True):
     beside: str = ""  # an optional figure that needs this one as well
 
 
+# Far beyond every machine, so that a mistyped figure is an error and not a time without end.
+LEAST_RATE = 1e3  # bytes/s, FLOP/s, values/s
+MOST_TIME_S = 3600.0
+
 RULES = {
     "devices": Rule(_RATIO, whole=True, least=1, most=MAX_DEVICES),
     "device_memory_bytes": Rule(_BYTES, whole=True),
     "memory_reserve_bytes": Rule(_BYTES, whole=True),
-    "memory_bandwidth": Rule(_BANDWIDTH),
-    "memory_efficiency": Rule(_RATIO, most=1.0),
-    "peak_flops": Rule(_FLOPS),
-    "flops_efficiency": Rule(_RATIO, most=1.0),
-    "kernel_launch_s": Rule(_TIME),
-    "link_latency_s": Rule(_TIME),
-    "link_bandwidth": Rule(_BANDWIDTH),
+    "memory_bandwidth": Rule(_BANDWIDTH, least=LEAST_RATE),
+    "memory_efficiency": Rule(_RATIO, least=1e-6, most=1.0),
+    "peak_flops": Rule(_FLOPS, least=LEAST_RATE),
+    "flops_efficiency": Rule(_RATIO, least=1e-6, most=1.0),
+    "kernel_launch_s": Rule(_TIME, most=MOST_TIME_S),
+    "link_latency_s": Rule(_TIME, most=MOST_TIME_S),
+    "link_bandwidth": Rule(_BANDWIDTH, least=LEAST_RATE),
     "link_chunk_bytes": Rule(_BYTES, whole=True, least=1),
-    "copy_slowdown": Rule(_RATIO, least=1.0),
-    "peer_latency_s": Rule(_TIME, several_devices=True),
-    "peer_bandwidth": Rule(_BANDWIDTH, several_devices=True),
+    "copy_slowdown": Rule(_RATIO, least=1.0, most=1e3),
+    "peer_latency_s": Rule(_TIME, most=MOST_TIME_S, several_devices=True),
+    "peer_bandwidth": Rule(_BANDWIDTH, least=LEAST_RATE, several_devices=True),
     "host_memory_bytes": Rule(_BYTES, whole=True),
-    "host_bandwidth": Rule(_BANDWIDTH, optional=True),
-    "ssd_latency_s": Rule(_TIME, optional=True, beside="ssd_bandwidth"),
-    "ssd_bandwidth": Rule(_BANDWIDTH, optional=True, beside="ssd_latency_s"),
-    "search_latency_s": Rule(_TIME),
-    "search_rate": Rule(_RATE),
+    "host_bandwidth": Rule(_BANDWIDTH, least=LEAST_RATE, optional=True),
+    "ssd_latency_s": Rule(_TIME, most=MOST_TIME_S, optional=True, beside="ssd_bandwidth"),
+    "ssd_bandwidth": Rule(_BANDWIDTH, least=LEAST_RATE, optional=True, beside="ssd_latency_s"),
+    "search_latency_s": Rule(_TIME, most=MOST_TIME_S),
+    "search_rate": Rule(_RATE, least=LEAST_RATE),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +23,8 @@ def replay_command(
 
     differs = False
     for path in _logs(results):
-        report = replay(path)
+        with redirect_stdout(sys.stderr):  # what a policy of the user's prints is no result
+            report = replay(path)
         size = f"{report.events:,} events, {report.commands:,} commands, {report.iterations:,} iterations"
         if report.identical:
             print(f"{path}: identical ({size})")

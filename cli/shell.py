@@ -26,8 +26,10 @@ def run(app: typer.Typer, name: str) -> NoReturn:
         code = EXIT_CLOSED_PIPE
     except PolicyError as error:
         code = fail(error.headline, error.traceback)
+        _print_notes(error)
     except (InputError, CapacityError) as error:
         code = fail(str(error))
+        _print_notes(error)
     except (KeyboardInterrupt, typer.Abort):
         print("finemoe: interrupted, nothing was kept", file=sys.stderr)
         code = EXIT_INTERRUPTED
@@ -44,6 +46,11 @@ def run(app: typer.Typer, name: str) -> NoReturn:
             raise
         code = fail(f"{usage().rstrip('.')}. See {name} --help.")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _print_notes(error: BaseException) -> None:
+    for note in getattr(error, "__notes__", ()):
+        print(f"finemoe: {note}", file=sys.stderr)
 
 
 def _command(app: typer.Typer, name: str) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
 
@@ -173,7 +174,8 @@ def _simulate(
 
     if output is not None:
         check_output(output)
-    plan = make_plan(resolve(options, config))
+    with redirect_stdout(sys.stderr):  # what a policy of the user's prints is no result
+        plan = make_plan(resolve(options, config))
     human = not (as_json or quiet)
     if dry_run:
         print(table.plan_json(plan), end="") if as_json else table.print_plan(plan)
@@ -182,7 +184,8 @@ def _simulate(
         table.print_header(plan)
     results: Results | None
     try:
-        with ProgressBar(plan, shown=not quiet and sys.stdout.isatty() and sys.stderr.isatty()) as bar:
+        shown = not quiet and sys.stdout.isatty() and sys.stderr.isatty()
+        with ProgressBar(plan, shown=shown) as bar, redirect_stdout(sys.stderr):
             results = run_plan(plan, output, bar.update)
         code = 0
     except Interrupted as interrupt:

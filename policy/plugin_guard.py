@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import NoReturn, cast
 
@@ -66,7 +66,7 @@ class GuardedPolicy:
             return key
         try:
             number = math.nan if isinstance(cast(object, key), str) else float(key)
-        except (TypeError, ValueError):
+        except USERS_ERRORS:  # also what a `__float__` of the user's raises, and a whole number too large
             number = math.nan
         if math.isnan(number):
             self._refuse("eviction_key", view.layer_now, f"returned {_shown(key)}. Return a number, no NaN")
@@ -74,10 +74,14 @@ class GuardedPolicy:
 
     def _predictions(self, method: str, layer_now: int, answer: object) -> dict[int, NDArray[np.float32]]:
         rows: dict[int, NDArray[np.float32]] = {}
-        if not hasattr(answer, "items"):
+        if not isinstance(answer, Mapping):
             wanted = f"Return {{layer: row of {self._experts} values}}, or {{}}"
             self._refuse(method, layer_now, f"returned {_shown(answer)}. {wanted}")
-        for layer, row in answer.items():
+        try:
+            entries = list(answer.items())
+        except USERS_ERRORS as error:
+            self._fail(method, layer_now, error)
+        for layer, row in entries:
             if isinstance(layer, bool) or not isinstance(layer, int | np.integer):
                 self._refuse(method, layer_now, f"predicts for layer {_shown(layer)}. Give whole numbers")
             if not layer_now < layer < self._layers:
@@ -91,7 +95,10 @@ class GuardedPolicy:
     def _row(self, method: str, layer_now: int, layer: int, row: object) -> NDArray[np.float32]:
         try:
             with np.errstate(over="ignore"):
-                values = np.asarray(row).astype(np.float32)
+                given = np.asarray(row)
+                # Numbers only: text and complex ones would be converted in silence.
+                numbers = given.dtype.kind in "biuf"
+                values = given.astype(np.float32) if numbers else np.empty(0, np.float32)
         except USERS_ERRORS:
             values = np.empty(0, np.float32)
         if values.shape != (self._experts,):

@@ -170,6 +170,13 @@ def _check_policy(text: str, value: object) -> None:
     if not _is_policy(value):
         what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
         raise SettingError(f"--policy {text} is {what}. Derive it from finemoe.policy.plugin.Policy.")
+    known = [name for name in (*vars(Policy), *_TRAITS) if not name.startswith("_")]
+    for name in vars(value):
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if near and name not in known:
+            raise SettingError(
+                f"--policy {text} has {name}, which nothing calls. Did you mean {near[0]}? Rename it."
+            )
     hints: dict[str, Any] = get_type_hints(Policy)
     for trait in _TRAITS:
         choices = get_args(get_args(hints[trait])[0])

@@ -99,7 +99,7 @@ _SYSTEMS = (
     System(
         name="oracle",
         description="knows the remaining routing of running requests: prefetch in order of need, Belady",
-        source="lower bound of what a policy can reach; Belady 1966",
+        source="lower bound of what a policy that starts cold can reach; Belady 1966",
         predictor="oracle",
         eviction="belady",
         compute_order="as_ready",

@@ -92,6 +92,11 @@ class ResultsWriter:
         self._handle: int | None = os.open(self._staging, os.O_RDONLY)
         self._identity = identity(self._staging)
 
+    @property
+    def staging(self) -> Path:
+        """DIR.partial."""
+        return self._staging
+
     @classmethod
     def replacing(cls, directory: Path, cells: tuple[str, ...], evidence: Mapping[str, Any]) -> ResultsWriter:
         """Open a directory that is absent, empty, or holds older results, which `commit` replaces.

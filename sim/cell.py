@@ -143,4 +143,6 @@ def inactive_notes(inputs: CellInputs, slots: int, layer_quota: int) -> tuple[st
             f"layers and {model.top_k} to stage in: one LRU for all layers instead). "
             f"Give {model.layers + model.top_k}slots or more."
         )
+    if inputs.system.preload == "popular":
+        notes.append("static: its experts are on the devices before the run; other systems start cold")
     return tuple(notes)

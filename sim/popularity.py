@@ -34,7 +34,7 @@ def token_sums(routing: RequestRouting, experts: int) -> NDArray[np.int64]:
 
 def popularity(inputs: CellInputs) -> NDArray[np.int64]:
     """Tokens per expert, int64 [L, J], of the training requests, or of a sample of unserved ones."""
-    routing, experts = inputs.routing, inputs.model.experts
+    routing, experts = inputs.routing.afresh(), inputs.model.experts
     if inputs.training:
         found = [routing.routing_for(r.index, r.prompt_tokens, r.output_tokens) for r in inputs.training]
     else:

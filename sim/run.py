@@ -101,6 +101,8 @@ def run_plan(plan: Plan, output: Path | None = None, on_progress: OnProgress | N
         # cells stay in DIR.partial.
         if isinstance(error, SettingError) or not any(run.ran for run in runs):
             writer.discard()
+        else:
+            error.add_note(f"finished runs are kept in {writer.staging}")
         raise
     return _results(plan, runs, directory)
 
@@ -119,7 +121,7 @@ def _run(
         expert_cache_bytes=cell.expert_cache_bytes,
         requests=cell.requests,
         training=plan.training,
-        routing=plan.routing,
+        routing=plan.routing.afresh(),  # its remarks are the cell's
         settings=settings,
         longest_tokens=cell.requests.longest_tokens,
     )
@@ -149,14 +151,14 @@ def _run(
         offline=settings.offline,
         ttft_defined=plan.routing.meta.prefill != "none",
         slo=() if settings.slo is None else parse_slo(settings.slo),
-        notes=_notes(plan, cell, outcome),
+        notes=_notes(plan, cell, outcome, inputs.routing.remarks()),
     )
     return summary, outcome
 
 
-def _notes(plan: Plan, cell: Cell, outcome: CellOutcome) -> tuple[str, ...]:
+def _notes(plan: Plan, cell: Cell, outcome: CellOutcome, remarks: tuple[str, ...]) -> tuple[str, ...]:
     """What the world, the memory split and the routing have to say of a run, each once."""
-    notes = [*outcome.notes, *(cell.memory.warnings if cell.memory else ()), *plan.routing.remarks()]
+    notes = [*outcome.notes, *(cell.memory.warnings if cell.memory else ()), *remarks]
     if plan.routing.meta.prefill == "none":
         notes.append("TTFT: undefined (the routing has no prefill iterations)")
     if plan.routing.meta.prefill == "derived":

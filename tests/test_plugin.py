@@ -397,3 +397,24 @@ def test_replay_decides_again_with_the_same_source_only(write: Write, tmp_path: 
         replay(out)
     write("mine.py", RANDOM)
     assert replay(out).identical
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("    def eviction_key(self, expert):\n        return 10**400\n", "returned 1000"),
+        (
+            "    def gate(self, layer, probabilities, row_counts):\n        return {layer + 1: [1j] * 8}\n",
+            "predicts",
+        ),
+        ("    def gates(self, layer, probabilities, row_counts):\n        return {}\n", "Did you mean gate"),
+        ("    evicton = 'lfu'\n", "Did you mean eviction"),
+    ],
+)
+def test_answers_that_are_no_numbers_and_mistyped_names_are_refused(
+    body: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("odd.py").write_text(f"from finemoe.policy.plugin import Policy\nclass P(Policy):\n{body}", "utf-8")
+    with pytest.raises(InputError, match=problem):
+        simulate(SAMPLE, policy="odd.py:P", num_requests=1, output_tokens=3, expert_cache="24GB")

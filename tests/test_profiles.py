@@ -83,7 +83,7 @@ LINK = '[link_bandwidth]\nvalue = 23.9\nunit = "GB/s"'
         ("[link_bandwidth]", "[link_bandwith]", ["link_bandwith is unknown", "Did you mean link_bandwidth?"]),
         (LINK, LINK.replace("unit", "units"), ["link_bandwidth.units is unknown", "Did you mean unit?"]),
         (LINK, LINK.replace("GB/s", "GB"), ["link_bandwidth.unit is 'GB'", "GB/s"]),
-        (LINK, LINK.replace("23.9", "-1"), ["link_bandwidth.value is -1", "above 0"]),
+        (LINK, LINK.replace("23.9", "-1"), ["link_bandwidth.value is -1", "at least 1000"]),
         (LINK, LINK.replace("23.9", "0"), ["link_bandwidth.value is 0"]),
         (LINK, LINK.replace("23.9", "nan"), ["link_bandwidth.value is nan"]),
         (LINK, LINK.replace("23.9", "inf"), ["link_bandwidth.value is inf"]),

@@ -115,6 +115,10 @@ def recognise(path: Path, layout: Layout) -> RequestFormat:
         if set(form.columns) <= set(names):
             _refuse_repeated(path, form, names)
             return form
+    if {"gate", "experts", "token_counts"} <= set(names):
+        raise TraceError(
+            path, "this is a routing trace, not a request trace.", remedy="Give it to --routing."
+        )
     best = max(FORMATS, key=lambda form: len(set(form.columns) & set(names)))
     missing = [column for column in best.columns if column not in names]
     if len(missing) == len(best.columns):

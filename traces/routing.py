@@ -115,6 +115,9 @@ class RoutingSource(Protocol):
         """Routing of request number `request`: one prefill iteration of `prompt_tokens` tokens and
         `output_tokens` − 1 decode iterations, with speculation rows for the distances asked for."""
 
+    def afresh(self) -> RoutingSource:
+        """The same source, without remarks so far."""
+
     def others(self, served: Collection[int], count: int) -> list[int]:
         """Up to `count` request numbers whose routing is that of none of `served`."""
 

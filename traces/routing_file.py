@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -18,6 +19,13 @@ from .routing_check import check_routing
 from .routing_parquet import columns_of, meta_of, request_of, request_starts, schema_of, table_of
 
 CACHED_REQUESTS = 8
+
+
+def _is_recording(path: Path) -> bool:
+    """An npz or a route CSV, which `finemoe trace import` reads."""
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(16).startswith((b"PK\x03\x04", b"# route_trace"))
+    return False
 
 
 def write_routing(path: str | Path, meta: RoutingMeta, requests: Iterable[RequestRouting]) -> int:
@@ -72,6 +80,12 @@ class RoutingFile:
         kind = unreadable_kind(self.path)
         if kind is not None:
             raise TraceError(self.path, f"this is {kind}.", remedy="Name a regular Parquet file.")
+        if _is_recording(self.path):
+            raise TraceError(
+                self.path,
+                "a recording of chosen experts, not yet a routing trace.",
+                remedy=f"Make one of it: finemoe trace import {self.path} ROUTING.parquet.",
+            )
         try:
             self._file = pq.ParquetFile(self.path, memory_map=True, page_checksum_verification=True)
             self.meta = meta_of(self._file.schema_arrow, self.path)
@@ -119,6 +133,12 @@ class RoutingFile:
             count = self.rescaled_prefills
             remarks.append(f"routing: {count} prefills of the routing trace scaled to the requests' prompts")
         return tuple(remarks)
+
+    def afresh(self) -> RoutingFile:
+        """See `RoutingSource`."""
+        other = copy.copy(self)
+        other._continued, other._rescaled = {}, set()
+        return other
 
     def others(self, served: Collection[int], count: int) -> list[int]:
         """See `RoutingSource`."""

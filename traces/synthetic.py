@@ -91,6 +91,10 @@ class SyntheticRouting:
         self._long_run = chosen / chosen.sum(axis=1, keepdims=True)
         self._recall_curve: list[float] = []
 
+    def afresh(self) -> SyntheticRouting:
+        """See `RoutingSource`."""
+        return self
+
     def others(self, served: Collection[int], count: int) -> list[int]:
         """See `RoutingSource`."""
         first = max(served, default=-1) + 1

@@ -32,6 +32,9 @@ class MadeRouting:
     def remarks(self) -> tuple[str, ...]:
         return ()
 
+    def afresh(self) -> MadeRouting:
+        return self
+
     def others(self, served: Collection[int], count: int) -> list[int]:
         """Numbers beyond those served."""
         return list(range(max(served) + 1, max(served) + 1 + count))
@@ -74,6 +77,9 @@ class ListedRouting:
 
     def remarks(self) -> tuple[str, ...]:
         return ()
+
+    def afresh(self) -> ListedRouting:
+        return self
 
     def others(self, served: Collection[int], count: int) -> list[int]:
         return [] if self._rest is None else self._rest.others(served, count)

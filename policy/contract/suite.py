@@ -43,8 +43,6 @@ class SystemContract:
 
     def test_no_use_of_the_future(self) -> None:
         """Routing that differs from some iteration of a request on changes nothing before that iteration."""
-        if self._row().predictor == "oracle":
-            pytest.skip("this system is told the future")
         self._over_worlds(_check_future)
 
     @pytest.mark.skipif(not LINUX, reason="memory is read from /proc")
