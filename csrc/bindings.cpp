@@ -249,8 +249,7 @@ PYBIND11_MODULE(_core, m) {
             "take_device",
             [](Core& core, int g) { return drained([&](auto& into) { core.take_device(g, into); }); },
             py::arg("device"))
-        .def("take_devices",
-             [](Core& core) { return drained([&](auto& into) { core.take_devices(into); }); })
+        .def("take_devices", [](Core& core) { return drained([&](auto& into) { core.take_devices(into); }); })
         .def("take_searches",
              [](Core& core) { return drained([&](auto& into) { core.take_searches(into); }); })
         .def("abort_reason", &Core::abort_reason, NoGil())
