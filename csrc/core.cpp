@@ -57,8 +57,8 @@ Core::Core(const CoreConfig& config, std::int64_t log_iterations, std::shared_pt
         e.p = uniform;
     }
     for (int g = 0; g < config.devices; ++g) {
-        const int owned = (config.total_experts() - g + config.devices - 1) / config.devices;
-        device(g).slots.assign(static_cast<std::size_t>(std::min(config.slots_per_device, owned)), kNone);
+        device(g).slots.assign(static_cast<std::size_t>(std::min(config.slots_per_device, config.owned(g))),
+                               kNone);
     }
 }
 

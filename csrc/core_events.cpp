@@ -64,8 +64,7 @@ std::uint64_t Core::preload(std::span<const ExpertId> experts, double time_s) {
         ++count[static_cast<std::size_t>(config_.device_of(e))];
     }
     for (int g = 0; g < config_.devices; ++g) {
-        const auto owned =
-            static_cast<std::size_t>((config_.total_experts() - g + config_.devices - 1) / config_.devices);
+        const auto owned = static_cast<std::size_t>(config_.owned(g));
         const std::size_t wanted = count[static_cast<std::size_t>(g)], slots = device(g).slots.size();
         require(wanted < slots || (wanted == slots && wanted == owned),
                 "preload: device " + std::to_string(g) + " has no slot left for the experts not preloaded");

@@ -7,7 +7,7 @@
 namespace finemoe {
 
 EvictionView Core::view(ExpertId id) const {
-    const Expert& e = experts_[static_cast<std::size_t>(id)];
+    const Expert& e = at(id);
     return {id,           e.p,         e.frequency,       e.stamp,
             layer_of(id), layer_now_,  config_.layers,    config_.experts,
             step(),       &foresight_, activation_.get(), user_.get(),
@@ -22,7 +22,7 @@ ExpertId Core::victim_if(const Device& d, Allowed&& allowed) {
         if (id == kNone) {
             continue;
         }
-        const Expert& e = experts_[static_cast<std::size_t>(id)];
+        const Expert& e = at(id);
         if (e.status != Status::resident || e.pinned || e.kept || !allowed(id)) {
             continue;
         }

@@ -115,12 +115,9 @@ std::uint64_t Feed::gate(Core& core, int layer, double time_s) {
     need(layer >= 0 && layer < layers_, "no such layer");
     const std::scoped_lock lock(mutex_);
     need(core.config().experts == experts_, "the feed and the core differ in experts");
-    const auto width = static_cast<std::size_t>(experts_);
-    buffer_.resize(selected_.size() * width);
-    for (std::size_t r = 0; r < selected_.size(); ++r) {
-        const auto cell = static_cast<std::size_t>(selected_[r].iteration * layers_ + layer);
-        const auto from = std::span(selected_[r].routing->gate).subspan(cell * width, width);
-        std::copy(from.begin(), from.end(), buffer_.begin() + static_cast<std::ptrdiff_t>(r * width));
+    buffer_.clear();
+    for (const Selected& row : selected_) {
+        copy_row(row.routing->gate, row.iteration, layer);
     }
     required_.clear();
     required_counts_.clear();
@@ -138,6 +135,12 @@ std::uint64_t Feed::gate(Core& core, int layer, double time_s) {
     return core.gate(layer, buffer_, required_, required_counts_, time_s, row_counts_);
 }
 
+// Appends the row of one iteration and layer of `values` [n, L, J].
+void Feed::copy_row(const std::vector<std::uint16_t>& values, std::int64_t iteration, int layer) {
+    const auto from = values.begin() + static_cast<std::ptrdiff_t>((iteration * layers_ + layer) * experts_);
+    buffer_.insert(buffer_.end(), from, from + experts_);
+}
+
 void Feed::collect_row_counts(int layer) {
     row_counts_.assign(selected_.size() * static_cast<std::size_t>(experts_), 0);
     for (std::size_t r = 0; r < selected_.size(); ++r) {
@@ -153,16 +156,13 @@ void Feed::collect_row_counts(int layer) {
 std::uint64_t Feed::speculation(Core& core, int layer, int target, double time_s) {
     need(layer >= 0 && layer < target && target < layers_, "speculation: no such layer or target");
     const std::scoped_lock lock(mutex_);
-    const auto width = static_cast<std::size_t>(experts_);
-    buffer_.resize(selected_.size() * width);
+    buffer_.clear();
     for (std::size_t r = 0; r < selected_.size(); ++r) {
         const auto& rows = selected_[r].routing->speculation;
         const auto found = rows.find(target - layer);
         need(found != rows.end(), "request " + std::to_string(rows_[r].request) +
                                       " has no speculation at distance " + std::to_string(target - layer));
-        const auto cell = static_cast<std::size_t>(selected_[r].iteration * layers_ + layer);
-        const auto from = std::span(found->second).subspan(cell * width, width);
-        std::copy(from.begin(), from.end(), buffer_.begin() + static_cast<std::ptrdiff_t>(r * width));
+        copy_row(found->second, selected_[r].iteration, layer);
     }
     return core.speculation(layer, target, buffer_, time_s);
 }

@@ -57,6 +57,7 @@ class Feed {
         Shared routing;
         std::int64_t iteration = 0;
     };
+    void copy_row(const std::vector<std::uint16_t>& values, std::int64_t iteration, int layer);
     void collect_row_counts(int layer);
     const Shared& routing(std::int64_t request) const;
 

@@ -58,6 +58,8 @@ struct CoreConfig {
 
     int total_experts() const { return layers * experts; }
     int device_of(ExpertId expert) const { return expert % devices; }
+    // Experts that live on a device.
+    int owned(int device) const { return (total_experts() - device + devices - 1) / devices; }
     // Whether gates come with each row's tokens per expert.
     bool row_counts() const {
         return predictor == PredictorKind::activation || predictor == PredictorKind::plugin ||

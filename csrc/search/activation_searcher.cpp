@@ -81,20 +81,17 @@ SearchResult ActivationSearcher::run(const SearchRequest& request) {
 }
 
 void ActivationSearcher::update(const SearchRequest& request) {
-    const IterationRows& it = *request.iteration;
     int place = store_.size();
-    follow(request.iteration, config_.layers);
-    if (place == store_.capacity()) {
+    if (place == store_.capacity()) {  // below it nothing is compared
+        follow(request.iteration, config_.layers);
         auto& sums = sums_[static_cast<std::size_t>(request.row)];
         place = best_column(sums.data(), store_.ones(), tops_).column;
     }
-    std::vector<float> map;
-    for (int l = 0; l < config_.layers; ++l) {
-        const float* row = it.gate_row(config_.experts, l, request.row);
-        map.insert(map.end(), row, row + config_.experts);
+    assemble_map(*request.iteration, request.row);
+    store_.put(place, map_.data(), {});
+    if (followed_ == request.iteration) {
+        refresh_sums(place, map_.data());
     }
-    store_.put(place, map.data(), {});
-    refresh_sums(place, map.data());
 }
 
 // After a write the followed rows' sums for that place are those of the new matrix, added in the same order.

@@ -13,6 +13,14 @@ SearchEngine::SearchEngine(const CoreConfig& config, MapStore::Norms norms)
     : config_(config),
       store_(config.layers, config.experts, config.embedding_width, config.store_capacity, norms) {}
 
+void SearchEngine::assemble_map(const IterationRows& iteration, int row) {
+    map_.clear();
+    for (int l = 0; l < config_.layers; ++l) {
+        const float* from = iteration.gate_row(config_.experts, l, row);
+        map_.insert(map_.end(), from, from + config_.experts);
+    }
+}
+
 void SearchEngine::copy_targets(SearchResult& result, int batch) const {
     result.predicted.assign(static_cast<std::size_t>(result.targets * batch * config_.experts), 0.0F);
     for (int t = 0; t < result.targets; ++t) {

@@ -63,11 +63,14 @@ class SearchEngine {
     StoreContents contents() const;
 
   protected:
+    // `map_`: all layers of one row, as they are stored.
+    void assemble_map(const IterationRows& iteration, int row);
     // result.predicted: of each row's map the rows of the targets.
     void copy_targets(SearchResult& result, int batch) const;
 
     const CoreConfig config_;
     MapStore store_;
+    std::vector<float> map_;  // the one being added, [L, J]
 };
 
 // The engine of a predictor: expert maps, or activation matrices.

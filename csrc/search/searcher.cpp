@@ -160,12 +160,7 @@ void Searcher::update(const SearchRequest& request) {
         }
         place = most_redundant(static_cast<std::size_t>(request.row), !unit.empty());
     }
-    map_.resize(static_cast<std::size_t>(config_.total_experts()));
-    for (int l = 0; l < config_.layers; ++l) {
-        const float* from = it.gate_row(config_.experts, l, request.row);
-        std::copy(from, from + config_.experts,
-                  map_.data() + static_cast<std::ptrdiff_t>(l) * config_.experts);
-    }
+    assemble_map(it, request.row);
     store_.put(place, map_.data(), unit);
     if (request.row + 1 == it.batch()) {  // its last update: nothing follows this iteration any more
         followed_.reset();

@@ -58,7 +58,6 @@ class Searcher final : public SearchEngine {
     std::vector<FloatBlocks> similarities_;
     ByFeature followed_rows_, compared_rows_;  // of updates
     FloatBlocks redundancy_, tops_;
-    std::vector<float> map_;             // the one being added
     std::vector<const float*> queries_;  // of the rows that are scored together, with where their sums go
     std::vector<float*> into_;
     std::vector<Best> best_;
