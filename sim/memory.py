@@ -10,6 +10,7 @@ import msgspec
 
 from ..calibration.profile import HardwareProfile
 from ..errors import CapacityError, SettingError
+from ..policy.core import owned_experts
 from ..policy.models import ExpertDtype, ModelSpec
 
 _UNITS = {
@@ -135,7 +136,10 @@ def plan_memory(
             f"--expert-cache of {_size(expert_cache_bytes)} over {devices} device(s) holds no expert of "
             f"{_size(expert_bytes)} per device. Give {_size(devices * expert_bytes)} ({devices}slots)."
         )
-    used = [min(slots_per_device, len(range(device, experts, devices))) for device in range(devices)]
+    used = [
+        min(slots_per_device, owned_experts(model.layers, model.experts, devices, device))
+        for device in range(devices)
+    ]
     whole_model = sum(used) == experts
     # Device 0 is always the fullest: no device owns more experts, and it has dense weights and KV.
     usable = profile.device_memory_bytes - profile.memory_reserve_bytes

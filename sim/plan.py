@@ -260,11 +260,7 @@ def _named(cells: list[Cell]) -> tuple[Cell, ...]:
 def _inactive(system: System, routing: RoutingSource, served: Requests, settings: RunSettings) -> str:
     """Why the system cannot run with this routing; empty where it can."""
     meta = routing.meta
-    if (
-        system.preload == "popular"
-        and not settings.offline
-        and not sample_of(routing, {request.index for request in served})
-    ):
+    if system.preload == "popular" and not settings.offline and not sample_of(routing, served):
         return "every request of the routing is served, so there is none to measure popularity on beforehand"
     return system.inactive(
         recorded=meta.speculation, layers=meta.layers, prefetch_distance=settings.prefetch_distance or 1

@@ -19,7 +19,7 @@ from .compute import ComputeModel
 from .engine import Engine
 from .events import ARRIVAL, ENGINE, Timer
 from .host_memory import ssd_note
-from .popularity import popularity, token_sums
+from .popularity import popularity
 
 if TYPE_CHECKING:
     import numpy as np
@@ -148,7 +148,7 @@ class _World:
                 if system.predictor == "map":
                     searcher.fill(routing.gate, routing.embedding)
                 else:
-                    searcher.fill_counts(token_sums(routing, inputs.model.experts))
+                    searcher.fill_counts(routing.all_tokens())
             self._core.seed_store(*searcher.contents())
         if system.preload == "all":
             self._core.preload(range(inputs.model.routed_experts()))

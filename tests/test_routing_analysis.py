@@ -14,7 +14,7 @@ from finemoe.traces.npz_import import import_chosen_experts
 from finemoe.traces.routing import RequestRouting
 from finemoe.traces.routing_analysis import RoutingAnalysis, analyse_routing, claimed_bounds
 from finemoe.traces.routing_analysis_draw import first_pass, second_pass, split_requests
-from finemoe.traces.routing_analysis_patterns import Patterns, chosen_experts, likeness, token_totals
+from finemoe.traces.routing_analysis_patterns import Patterns, chosen_experts, likeness
 from finemoe.traces.routing_analysis_search import Served, coarse_hits, map_searcher, search_store
 from finemoe.traces.routing_file import RoutingFile, write_routing
 from finemoe.traces.routing_stats import (
@@ -33,7 +33,7 @@ def served_of(request: RequestRouting) -> Served:
         gate=request.gate[1:],
         chosen=chosen_experts(request, 1),
         embedding=None if request.embedding is None else request.embedding[1:],
-        totals=token_totals(request, np.arange(1, request.iterations)),
+        totals=request.token_totals(np.arange(1, request.iterations)),
         speculation={},
     )
 
@@ -125,7 +125,7 @@ def test_coarse_counts_are_searched_row_by_row(longer: tuple[RequestRouting, Req
 def test_tokens_so_far_in_any_order(longer: tuple[RequestRouting, RequestRouting]) -> None:
     request = longer[0]
     rows = np.array([7, 0, 40, 7])
-    for found, row in zip(token_totals(request, rows), rows.tolist(), strict=True):
+    for found, row in zip(request.token_totals(rows), rows.tolist(), strict=True):
         expected = np.zeros((5, 6), np.int64)
         for iteration in range(row + 1):
             for layer in range(5):

@@ -7,7 +7,7 @@ tokens activated with the number of tokens each received.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -95,6 +95,23 @@ class RequestRouting:
         part = slice(self.offsets[place], self.offsets[place + 1])
         return self.experts[part], self.token_counts[part]
 
+    def token_totals(self, iterations: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Tokens that each expert has received up to and including each of `iterations`: [rows, L, J]."""
+        n, layers, experts = self.gate.shape
+        cells = np.repeat(np.tile(np.arange(layers), n), np.diff(self.offsets)) * experts + self.experts
+        found = np.empty((len(iterations), layers * experts), np.int64)
+        total, start = np.zeros(layers * experts), 0
+        for at in np.argsort(iterations, kind="stable"):
+            end = int(self.offsets[(iterations[at] + 1) * layers])
+            tokens = self.token_counts[start:end]
+            total += np.bincount(cells[start:end], weights=tokens, minlength=layers * experts)
+            found[at], start = total, end
+        return found.reshape(-1, layers, experts)
+
+    def all_tokens(self) -> npt.NDArray[np.int64]:
+        """Tokens that each expert received over the whole request: [L, J]."""
+        return np.asarray(self.token_totals(np.array([self.iterations - 1]))[0])
+
     def tokens(self, top_k: int) -> npt.NDArray[np.int64]:
         """Tokens of each iteration [n]: every token activates `top_k` experts of the first layer."""
         layers = self.gate.shape[1]
@@ -118,7 +135,7 @@ class RoutingSource(Protocol):
     def afresh(self) -> RoutingSource:
         """The same source, without remarks so far."""
 
-    def others(self, served: Collection[int], count: int) -> list[int]:
+    def others(self, served: Iterable[int], count: int) -> list[int]:
         """Up to `count` request numbers whose routing is that of none of `served`."""
 
     def remarks(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..errors import TraceError
 from ..policy.core import Searcher
 from .routing import Half, RoutingMeta
-from .routing_analysis_patterns import Patterns, chosen_experts, first_decode, token_totals
+from .routing_analysis_patterns import Patterns, chosen_experts, first_decode
 from .routing_analysis_search import Fill, Served, map_searcher
 from .routing_file import RoutingFile
 from .routing_stats import Floats
@@ -102,7 +102,7 @@ def first_pass(file: RoutingFile, most: int, seed: int, progress: Callable[[str]
         patterns.add(routing.gate[first:], chosen_experts(routing, first))
         requests.append(number)
         decodes.append(routing.iterations - first)
-        counts[number] = token_totals(routing, np.array([routing.iterations - 1]))[0]
+        counts[number] = routing.all_tokens()
         means.append(routing.gate[first:].mean(axis=0, dtype=np.float32))
         if meta.embedding_width:
             empty = np.zeros(meta.embedding_width, np.float16)
@@ -216,7 +216,7 @@ class _Taker:
         if taken.embedding is not None and routing.embedding is not None:
             taken.embedding[places] = routing.embedding[rows]
         if len(taken.totals):
-            taken.totals[places] = token_totals(routing, rows)
+            taken.totals[places] = routing.token_totals(rows)
         for distance, into in taken.speculation.items():
             into[places] = routing.speculation[distance][rows]
 

@@ -74,20 +74,6 @@ def chosen_experts(routing: RequestRouting, first: int) -> Chosen:
     return chosen.reshape(n, layers, experts)[first:]
 
 
-def token_totals(routing: RequestRouting, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Tokens that each expert has received up to and including iteration r of `rows`: int64 [rows, L, J]."""
-    n, layers, experts = routing.gate.shape
-    cells = np.repeat(np.tile(np.arange(layers), n), np.diff(routing.offsets)) * experts + routing.experts
-    found = np.empty((len(rows), layers * experts), np.int64)
-    total, start = np.zeros(layers * experts), 0
-    for at in np.argsort(rows, kind="stable"):
-        end = int(routing.offsets[(rows[at] + 1) * layers])
-        tokens = routing.token_counts[start:end]
-        total += np.bincount(cells[start:end], weights=tokens, minlength=layers * experts)
-        found[at], start = total, end
-    return found.reshape(-1, layers, experts)
-
-
 @dataclass(eq=False)
 class Patterns:
     """Sums over the requests read so far; `add` takes one request's decode iterations."""

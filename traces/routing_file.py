@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -140,7 +140,7 @@ class RoutingFile:
         other._continued, other._rescaled = {}, set()
         return other
 
-    def others(self, served: Collection[int], count: int) -> list[int]:
+    def others(self, served: Iterable[int], count: int) -> list[int]:
         """See `RoutingSource`."""
         taken = {request % self.requests for request in served}
         return [number for number in range(self.requests) if number not in taken][:count]

@@ -9,7 +9,7 @@ gate's row.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -95,7 +95,7 @@ class SyntheticRouting:
         """See `RoutingSource`."""
         return self
 
-    def others(self, served: Collection[int], count: int) -> list[int]:
+    def others(self, served: Iterable[int], count: int) -> list[int]:
         """See `RoutingSource`."""
         first = max(served, default=-1) + 1
         return list(range(first, first + count))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,9 +35,10 @@ class MadeRouting:
     def afresh(self) -> MadeRouting:
         return self
 
-    def others(self, served: Collection[int], count: int) -> list[int]:
+    def others(self, served: Iterable[int], count: int) -> list[int]:
         """Numbers beyond those served."""
-        return list(range(max(served) + 1, max(served) + 1 + count))
+        first = max(served) + 1
+        return list(range(first, first + count))
 
     def routing_for(
         self, request: int, prompt_tokens: int, output_tokens: int, speculation: tuple[int, ...] = ()
@@ -81,7 +82,7 @@ class ListedRouting:
     def afresh(self) -> ListedRouting:
         return self
 
-    def others(self, served: Collection[int], count: int) -> list[int]:
+    def others(self, served: Iterable[int], count: int) -> list[int]:
         return [] if self._rest is None else self._rest.others(served, count)
 
     def routing_for(
