@@ -11,6 +11,7 @@ FineMoEError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -70,3 +71,11 @@ class CapacityError(FineMoEError):
 
 class CoreError(FineMoEError):
     """A rule of the policy core was broken: an event out of order or out of range."""
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """A question for the nearest known word, after a space; nothing where none is near (difflib's ratio)."""
+    import difflib  # only where something is wrong
+
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]}?" if near else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from decimal import Decimal
@@ -11,7 +10,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from ..errors import SettingError
+from ..errors import SettingError, did_you_mean
 
 Evidence = Literal["MEASURED", "CALIBRATED", "SIMULATED", "DERIVED", "ASSUMED"]
 EVIDENCE: tuple[Evidence, ...] = get_args(Evidence)
@@ -77,12 +76,6 @@ class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evidence: Evidence
 
 
-def nearest(word: str, known: tuple[str, ...]) -> str:
-    """A question for the nearest known word, or nothing."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" Did you mean {near[0]}?" if near else ""
-
-
 def missing_figure(place: str, key: str) -> str:
     """What to say of a figure that is missing. `place`: a file, or the option that changed figures."""
     if place.startswith("--"):
@@ -124,9 +117,8 @@ def read_figure(path: Path, key: str, table: object) -> Figure:
     known = Figure.__struct_fields__
     for field in table:
         if field not in known:
-            raise SettingError(
-                f"{path}: {key}.{field} is unknown.{nearest(field, known)} Remove or rename it."
-            )
+            hint = did_you_mean(field, known, cutoff=0.5)
+            raise SettingError(f"{path}: {key}.{field} is unknown.{hint} Remove or rename it.")
     try:
         figure = msgspec.convert(table, Figure)
     except msgspec.ValidationError as error:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import SettingError
+from ..errors import SettingError, did_you_mean
 from ..traces.files import unreadable_kind
 from .figures import (
     RULES,
@@ -30,7 +30,6 @@ from .figures import (
     check_reserve,
     check_together,
     missing_figure,
-    nearest,
     read_figure,
 )
 
@@ -99,7 +98,7 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
     if text and (path.suffix == ".toml" or os.path.exists(path)):  # which never raises
         return _read(path)
     raise SettingError(
-        f"--hardware {text!r} is unknown.{nearest(text, names)} "
+        f"--hardware {text!r} is unknown.{did_you_mean(text, names, cutoff=0.5)} "
         f"Known: {', '.join(names)}; or give the path of a .toml file."
     )
 
@@ -177,8 +176,9 @@ def _override(option: str, text: str) -> tuple[str, Figure]:
     word = name.strip().replace(".", "_")
     key = _SHORT.get(word, word)
     if key not in RULES:
+        hint = did_you_mean(word, RULES, cutoff=0.5)
         raise SettingError(
-            f"{option} {name.strip()[:60]} is no figure of a profile.{nearest(word, tuple(RULES))} "
+            f"{option} {name.strip()[:60]} is no figure of a profile.{hint} "
             "docs/models-and-hardware.md lists them."
         )
     bare = "1" in RULES[key].units
@@ -208,9 +208,8 @@ def _read(path: Path) -> HardwareProfile:
         raise SettingError(f"{path}: not TOML ({error}). Give a profile's .toml file.") from None
     for key in tables:
         if key not in RULES and key not in ("name", "description"):
-            raise SettingError(
-                f"{path}: key {key} is unknown.{nearest(key, tuple(RULES))} Remove or rename it."
-            )
+            hint = did_you_mean(key, RULES, cutoff=0.5)
+            raise SettingError(f"{path}: key {key} is unknown.{hint} Remove or rename it.")
     texts: dict[str, str] = {}
     for key in ("name", "description"):
         if not isinstance(tables.get(key), str):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
-from ..errors import SettingError
+from ..errors import SettingError, did_you_mean
 from .hf_config import read_config, spec_from_config
 from .model_spec import BF16_BYTES, EXPERT_DTYPES, ExpertDtype, ModelSpec
 
@@ -128,8 +127,7 @@ def load_model_spec(name_or_path: str | Path) -> ModelSpec:
     path = Path(name_or_path)
     if not (path.exists() or path.suffix == ".json" or "/" in text or "\\" in text):
         known = [*_CONFIGS, *_ALIASES]
-        near = difflib.get_close_matches(text.lower(), known, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(text.lower(), known, cutoff=0.4)
         raise SettingError(
             f"--model {text!r} is unknown.{hint} Known: {', '.join(_CONFIGS)}; or give a config.json's path."
         )

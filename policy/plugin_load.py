@@ -5,7 +5,6 @@ Nothing here is imported unless such a policy is asked for.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.metadata
 import inspect
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from ..errors import PolicyError, SettingError
+from ..errors import PolicyError, SettingError, did_you_mean
 from .core import total_slots
 from .plugin import Policy, Shape
 from .plugin_file import digest_of, import_file
@@ -58,9 +57,8 @@ def load_policy(text: str) -> LoadedPolicy:
     found = getattr(imported.module, name, None)
     if found is None:
         has = [name for name, value in vars(imported.module).items() if _is_policy(value)]
-        near = difflib.get_close_matches(name, has, n=1, cutoff=0.4)
-        hint = f"Did you mean {near[0]}?" if near else f"Its policies: {', '.join(has) or 'none'}."
-        raise SettingError(f"--policy {text}: {file} has no class {name}. {hint}")
+        hint = did_you_mean(name, has, cutoff=0.4) or f" Its policies: {', '.join(has) or 'none'}."
+        raise SettingError(f"--policy {text}: {file} has no class {name}.{hint}")
     _check_policy(text, found)
     return LoadedPolicy(found, imported.digest)
 
@@ -172,18 +170,15 @@ def _check_policy(text: str, value: object) -> None:
         raise SettingError(f"--policy {text} is {what}. Derive it from finemoe.policy.plugin.Policy.")
     known = [name for name in (*vars(Policy), *_TRAITS) if not name.startswith("_")]
     for name in vars(value):
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-        if near and name not in known:
-            raise SettingError(
-                f"--policy {text} has {name}, which nothing calls. Did you mean {near[0]}? Rename it."
-            )
+        hint = did_you_mean(name, known, cutoff=0.8)
+        if hint and name not in known:
+            raise SettingError(f"--policy {text} has {name}, which nothing calls.{hint} Rename it.")
     hints: dict[str, Any] = get_type_hints(Policy)
     for trait in _TRAITS:
         choices = get_args(get_args(hints[trait])[0])
         given = getattr(value, trait)
         if given not in choices:
-            near = difflib.get_close_matches(str(given), choices, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(str(given), choices)
             raise SettingError(
                 f"--policy {text}: its {trait} is {given!r}. Choose {' or '.join(choices)}.{hint}"
             )

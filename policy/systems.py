@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import msgspec
 
-from ..errors import SettingError
+from ..errors import SettingError, did_you_mean
 from .system import Eviction, System
 
 _PAPER = "FineMoE, EuroSys '26, arXiv 2502.05370"
@@ -169,11 +168,9 @@ def find_system(name: str) -> System:
     if name.endswith(".py"):
         raise SettingError(f"--policy {name} names no class. Write {name}:Class.")
     known = [*SYSTEMS, *plugins]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"Did you mean {near[0]}? " if near else ""
     raise SettingError(
-        f"--policy {name} is no known system. {hint}Known: {', '.join(known)}; or all, ablations, "
-        "path.py:Class."
+        f"--policy {name} is no known system.{did_you_mean(name, known)} "
+        f"Known: {', '.join(known)}; or all, ablations, path.py:Class."
     )
 
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..errors import SettingError
+from ..errors import SettingError, did_you_mean
 
 if TYPE_CHECKING:
     import numpy as np
@@ -130,10 +129,9 @@ def _after_spaces(text: str, place: int) -> int:
 
 
 def _unknown(text: str, place: int, kind: str, name: str, known: tuple[str, ...]) -> SettingError:
-    near = get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
     problem = f"{name!r} is no {kind}" if name else f"a {kind} is missing"
-    return _wrong(text, place, problem, f"{hint}Choose {', '.join(known[:-1])} or {known[-1]}")
+    choice = f"{did_you_mean(name, known)} Choose {', '.join(known[:-1])} or {known[-1]}"
+    return _wrong(text, place, problem, choice.lstrip())
 
 
 def _wrong(text: str, place: int, problem: str, remedy: str) -> SettingError:

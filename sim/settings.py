@@ -10,13 +10,12 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from ..errors import SettingError
+from ..errors import SettingError, did_you_mean
 from ..policy.model_spec import EXPERT_DTYPES, ExpertDtype
 from ..serving.slo import parse_slo
 from ..traces.files import unreadable_kind
@@ -86,7 +85,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                raise _bad(name, value, f"Choose {' or '.join(choices)}.{_hint(value, choices)}")
+                raise _bad(name, value, f"Choose {' or '.join(choices)}.{did_you_mean(value, choices)}")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
@@ -185,11 +184,6 @@ def _bad(name: str, value: object, remedy: str) -> SettingError:
     return SettingError(f"{flag(name)} is {value}. {remedy}")
 
 
-def _hint(name: str, choices: tuple[str, ...]) -> str:
-    near = get_close_matches(name, choices, n=1)
-    return f" Did you mean {near[0]}?" if near else ""
-
-
 def resolve(options: Mapping[str, object], config: str | Path | None = None) -> RunSettings:
     """Settings from options (None: not given) over a TOML file over the defaults.
 
@@ -215,7 +209,7 @@ def resolve(options: Mapping[str, object], config: str | Path | None = None) -> 
             if name not in _ASSUMABLE:
                 raise SettingError(
                     f"assumed in {config} has {name!r}, which is no setting that can be ASSUMED."
-                    f"{_hint(name, _ASSUMABLE)} Leave it out."
+                    f"{did_you_mean(name, _ASSUMABLE)} Leave it out."
                 )
         assumed = tuple(name for name in once if name not in chosen)
     values = {name: _convert(name, value, where[name]) for name, value in given.items()}
@@ -268,7 +262,7 @@ def _read(path: Path) -> dict[str, object]:
 
 def _known(name: str, where: str) -> None:
     if name not in _FIELDS:
-        raise SettingError(f"{name}{where} is not a setting.{_hint(name, tuple(_FIELDS))}")
+        raise SettingError(f"{name}{where} is not a setting.{did_you_mean(name, tuple(_FIELDS))}")
 
 
 def _convert(name: str, value: object, where: str) -> Any:

@@ -7,9 +7,11 @@ import json
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from hypothesis import strategies as st
 
 Rows = list[tuple[int, int, int]]
 """(time in ns since 1970, prompt tokens, output tokens)"""
@@ -41,6 +43,21 @@ class Look:
     reverse_columns: bool = False
     quoted: bool = False
     zone: str = ""
+
+
+def any_look(**others: st.SearchStrategy[Any]) -> st.SearchStrategy[Look]:
+    """Any look; `others` for what not every format has."""
+    return st.builds(
+        Look,
+        gzipped=st.booleans(),
+        newline=st.sampled_from(["\n", "\r\n", "\n\n"]),
+        last_newline=st.booleans(),
+        bom=st.booleans(),
+        extra_column=st.booleans(),
+        reverse_columns=st.booleans(),
+        quoted=st.booleans(),
+        **others,
+    )
 
 
 def date(ticks: int, zone: str = "") -> str:

@@ -15,7 +15,7 @@ from finemoe.traces.request_info import convert_requests, trace_info
 from finemoe.traces.requests import Request, RequestTrace, open_requests, select_requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from request_writers import KEYS, Conversation, Look, invalid_utf8, write_conversations
+from request_writers import KEYS, Conversation, Look, any_look, invalid_utf8, write_conversations
 
 HUMANS = ["human", "user", "Human"]
 ASSISTANTS = ["gpt", "assistant", "chatgpt", "bing", "bard"]
@@ -25,16 +25,7 @@ texts = st.text(
 ) | st.just("x" * 5000)
 turns = st.tuples(st.sampled_from(["system", "tool", *HUMANS, *ASSISTANTS]), texts | st.none())
 conversations = st.lists(st.lists(turns, max_size=4), min_size=1, max_size=12)
-looks = st.builds(
-    Look,
-    gzipped=st.booleans(),
-    newline=st.sampled_from(["\n", "\r\n", "\n\n"]),
-    last_newline=st.booleans(),
-    bom=st.booleans(),
-    extra_column=st.booleans(),
-    reverse_columns=st.booleans(),
-    quoted=st.booleans(),
-)
+looks = any_look()
 
 
 def expected(written: list[Conversation]) -> list[tuple[int, int, str]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import page_traces
 import pytest
 from finemoe.sim.cell import CellInputs, CellOutcome, cell_options, plan_cell
 from finemoe.traces.requests import Request
@@ -48,16 +49,7 @@ COUNTERS = ("counter", "value")
 
 def table(header: tuple[str, ...]) -> Table:
     """The rows of all the page's tables with that header, in order."""
-    rows, inside = [], False
-    for line in PAGE.splitlines():
-        cells = [part.strip() for part in line.strip("|").split("|")] if line.startswith("|") else []
-        if tuple(cells) == header:
-            inside = True
-        elif not cells:
-            inside = False
-        elif inside and not set("".join(cells)) <= set("-: "):
-            rows.append(cells)
-    return rows
+    return page_traces.table(PAGE, header)
 
 
 @cache
