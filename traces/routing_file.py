@@ -80,12 +80,6 @@ class RoutingFile:
         kind = unreadable_kind(self.path)
         if kind is not None:
             raise TraceError(self.path, f"this is {kind}.", remedy="Name a regular Parquet file.")
-        if _is_recording(self.path):
-            raise TraceError(
-                self.path,
-                "a recording of chosen experts, not yet a routing trace.",
-                remedy=f"Make one of it: finemoe trace import {self.path} ROUTING.parquet.",
-            )
         try:
             self._file = pq.ParquetFile(self.path, memory_map=True, page_checksum_verification=True)
             self.meta = meta_of(self._file.schema_arrow, self.path)
@@ -93,6 +87,12 @@ class RoutingFile:
         except FileNotFoundError:
             raise TraceError(self.path, "no such file.") from None
         except (pa.ArrowException, OSError) as error:
+            if _is_recording(self.path):
+                raise TraceError(
+                    self.path,
+                    "a recording of chosen experts, not yet a routing trace.",
+                    remedy=f"Make one of it: finemoe trace import {self.path} ROUTING.parquet.",
+                ) from None
             raise self._unreadable(error) from None
         self._starts = request_starts(order, self.meta, self.path)
         sizes = [self._file.metadata.row_group(g).num_rows for g in range(self._file.num_row_groups)]
