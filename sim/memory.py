@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from fractions import Fraction
 from typing import Literal, get_args
 
 import msgspec
 
 from ..calibration.profile import HardwareProfile
-from ..errors import CapacityError, SettingError
+from ..errors import CapacityError
+from ..policy.cache_size import bytes_text, cycle_warning, slots_per_device
 from ..policy.core import owned_experts
 from ..policy.models import ExpertDtype, ModelSpec
 
-_UNITS = {
-    "B": 1,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-}
-_UNITS |= {"TiB": 2**40}
-_SIZE = re.compile(r"(?P<number>[0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30}) ?(?P<unit>[A-Za-z]*)")
 #: dense weights and KV cache on device 0, or on every device, each with the KV cache of its own requests
 Dense = Literal["device0", "replicated"]
 DENSE: tuple[Dense, ...] = get_args(Dense)
-_FORMS = "Give bytes (24GB, 16GiB), a fraction of all experts above 0 and up to 1 (0.25), or slots (96slots)"
 
 
 class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,38 +59,6 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-def parse_cache_size(text: str, model: ModelSpec, dtype: ExpertDtype) -> int:
-    """Bytes of an expert cache, total over devices: '24GB', '16GiB', '0.25' of all routed experts, '96slots'.
-
-    A fraction is rounded down to whole experts. Raises SettingError naming the value and the forms.
-    """
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise SettingError(f"--expert-cache {text!r} is no size. {_FORMS}.")
-    number, unit = Fraction(match["number"]), match["unit"]
-    if number == 0:
-        raise SettingError(f"--expert-cache {text!r} is zero. {_FORMS}.")
-    expert_bytes = model.expert_bytes(dtype)
-    if unit in _UNITS:
-        return int(number * _UNITS[unit])
-    if unit in ("slot", "slots"):
-        if number.denominator != 1:
-            raise SettingError(f"--expert-cache {text!r}: slots come whole. {_FORMS}.")
-        return int(number) * expert_bytes
-    if unit:
-        raise SettingError(
-            f"--expert-cache {text!r}: unit {unit!r} is none of {', '.join(_UNITS)}, slots. {_FORMS}."
-        )
-    if number > 1:
-        raise SettingError(f"--expert-cache {text!r} has no unit, and a fraction is at most 1. {_FORMS}.")
-    slots = int(number * model.routed_experts())
-    if slots == 0:
-        raise SettingError(
-            f"--expert-cache {text!r} is less than one of {model.routed_experts()} experts. {_FORMS}."
-        )
-    return slots * expert_bytes
-
-
 def plan_memory(
     model: ModelSpec,
     dtype: ExpertDtype,
@@ -127,18 +81,9 @@ def plan_memory(
     does not hold its shares, or host memory and SSD not the experts they would have to serve.
     """
     expert_bytes, experts, devices = model.expert_bytes(dtype), model.routed_experts(), profile.devices
-    whole_model = expert_cache_bytes >= experts * expert_bytes
-    slots_per_device = (
-        -(-experts // devices) if whole_model else expert_cache_bytes // devices // expert_bytes
-    )
-    if slots_per_device < 1:
-        raise SettingError(
-            f"--expert-cache of {_size(expert_cache_bytes)} over {devices} device(s) holds no expert of "
-            f"{_size(expert_bytes)} per device. Give {_size(devices * expert_bytes)} ({devices}slots)."
-        )
+    slots = slots_per_device(expert_cache_bytes, experts, expert_bytes, devices)
     used = [
-        min(slots_per_device, owned_experts(model.layers, model.experts, devices, device))
-        for device in range(devices)
+        min(slots, owned_experts(model.layers, model.experts, devices, device)) for device in range(devices)
     ]
     whole_model = sum(used) == experts
     # Device 0 is always the fullest: no device owns more experts, and it has dense weights and KV.
@@ -163,14 +108,14 @@ def plan_memory(
     least_tokens = kv_budget // model.kv_bytes_per_token
     return MemoryPlan(
         expert_bytes=expert_bytes,
-        slots_per_device=slots_per_device,
+        slots_per_device=slots,
         slots=sum(used),
         whole_model=whole_model,
         kv_budget_bytes=sum(share.kv_bytes for share in shares),
         max_kv_tokens=kv_devices * least_tokens - (kv_devices - 1) * min_kv_tokens,
         kv_bytes_per_token=model.kv_bytes_per_token,
         devices=shares,
-        warnings=(*_cycle_warning(model, sum(used)), *host_warning),
+        warnings=(*cycle_warning(model.layers, model.top_k, experts, sum(used)), *host_warning),
         dense=dense,
         host_slots=host_slots,
         ssd=ssd,
@@ -192,8 +137,8 @@ def _host(
     slots = profile.host_memory_bytes // expert_bytes
     if slots >= experts:
         return experts, False, ()
-    hosted = f"host memory of {_size(profile.host_memory_bytes)}"
-    wanted = f"the {experts} routed experts of {model.name}, {_size(experts * expert_bytes)}"
+    hosted = f"host memory of {bytes_text(profile.host_memory_bytes)}"
+    wanted = f"the {experts} routed experts of {model.name}, {bytes_text(experts * expert_bytes)}"
     if whole_model and (profile.ssd_bandwidth is None or slots < profile.devices):
         return experts, False, ()
     if profile.ssd_bandwidth is None:
@@ -203,24 +148,13 @@ def _host(
         )
     if slots < profile.devices:
         raise CapacityError(
-            f"{profile.name}: {hosted} holds {slots} expert(s) of {_size(expert_bytes)}, but each of "
+            f"{profile.name}: {hosted} holds {slots} expert(s) of {bytes_text(expert_bytes)}, but each of "
             f"{profile.devices} device(s) copies from one. Use more host memory or a smaller expert dtype."
         )
     if whole_model:
         return slots, True, ()
     text = f"{hosted} holds {slots} of {wanted}; the others are read from the SSD"
     return slots, True, (f"{text}. Give more host memory or a smaller expert dtype to avoid it.",)
-
-
-def _cycle_warning(model: ModelSpec, slots: int) -> tuple[str, ...]:
-    cycle, certain = model.layers * model.top_k, (model.layers - 1) * model.top_k
-    if slots > cycle or slots == model.routed_experts():
-        return ()
-    cycle_text = f"{model.layers} layers x top-{model.top_k} = {cycle}"
-    text = f"{slots} expert slots are at or below one token cycle ({cycle_text})"
-    if slots <= certain:
-        text += f"; LRU has no hits at all with {certain} slots or fewer"
-    return (f"{text}. Give more than {cycle} slots where memory allows.",)
 
 
 def _does_not_fit(
@@ -233,14 +167,10 @@ def _does_not_fit(
         f"KV cache for {min_kv_tokens} token(s)": min_kv_tokens * model.kv_bytes_per_token,
     }
     total = sum(shares.values())
-    listed = ", ".join(f"{purpose} {_size(size)}" for purpose, size in shares.items())
-    over = _size(total - profile.device_memory_bytes)
+    listed = ", ".join(f"{purpose} {bytes_text(size)}" for purpose, size in shares.items())
+    over = bytes_text(total - profile.device_memory_bytes)
     return (
-        f"{profile.name}: device 0 has {_size(profile.device_memory_bytes)}, but {model.name} needs "
-        f"{_size(total)} there: {listed}. Over by {over}: use a smaller expert cache, "
+        f"{profile.name}: device 0 has {bytes_text(profile.device_memory_bytes)}, but {model.name} needs "
+        f"{bytes_text(total)} there: {listed}. Over by {over}: use a smaller expert cache, "
         "expert dtype or request length, or more memory."
     )
-
-
-def _size(count: int) -> str:
-    return f"{count} bytes ({count / 1e9:.2f} GB)"

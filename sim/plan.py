@@ -12,6 +12,7 @@ import numpy as np
 
 from ..calibration.profile import HardwareProfile, load_machine
 from ..errors import CapacityError, SettingError
+from ..policy.cache_size import parse_cache_size
 from ..policy.models import ModelSpec, load_model_spec
 from ..policy.system import System
 from ..policy.systems import find_systems
@@ -22,7 +23,7 @@ from ..traces.routing_file import RoutingFile
 from ..traces.routing_preset import load_preset, preset_for
 from ..traces.synthetic import SyntheticRouting
 from .evidence import describe_trace, evidence_of
-from .memory import MemoryPlan, parse_cache_size, plan_memory, whole_model_bytes
+from .memory import MemoryPlan, plan_memory, whole_model_bytes
 from .popularity import sample_of
 from .settings import RunSettings
 
@@ -87,7 +88,8 @@ def make_plan(settings: RunSettings) -> Plan:
     profiles = _profiles(settings)
     if settings.prefetch_distance is None:
         settings = msgspec.structs.replace(settings, prefetch_distance=model.prefetch_distance)
-    sizes = {text: parse_cache_size(text, model, settings.expert_dtype) for text in settings.expert_cache}
+    experts, expert_bytes = model.routed_experts(), model.expert_bytes(settings.expert_dtype)
+    sizes = {text: parse_cache_size(text, experts, expert_bytes) for text in settings.expert_cache}
     trace = open_requests(settings.trace, sort=settings.sort)
     selected = {rate: _select(trace, settings, rate) for rate in settings.rate or (None,)}
     requests, training = _split(next(iter(selected.values())), settings)

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from finemoe.calibration.profile import load_profile, profile_names
 from finemoe.errors import CapacityError, SettingError
+from finemoe.policy.cache_size import parse_cache_size
 from finemoe.policy.models import EXPERT_DTYPES, MODEL_NAMES, ExpertDtype, load_model_spec
-from finemoe.sim.memory import parse_cache_size, plan_memory, whole_model_bytes
+from finemoe.sim.memory import plan_memory, whole_model_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ EXPERT = 3 * 4096 * 14336 * 2
     ],
 )
 def test_cache_sizes(text: str, expected: int) -> None:
-    assert parse_cache_size(text, MIXTRAL, "bf16") == expected
+    assert parse_cache_size(text, MIXTRAL.routed_experts(), MIXTRAL.expert_bytes("bf16")) == expected
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_cache_sizes(text: str, expected: int) -> None:
 )
 def test_bad_cache_sizes_name_value_and_remedy(text: str, word: str) -> None:
     with pytest.raises(SettingError) as caught:
-        parse_cache_size(text, MIXTRAL, "bf16")
+        parse_cache_size(text, MIXTRAL.routed_experts(), MIXTRAL.expert_bytes("bf16"))
     assert repr(text) in str(caught.value)
     assert word in str(caught.value)
     assert "24GB" in str(caught.value)
