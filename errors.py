@@ -6,7 +6,8 @@ FineMoEError
 │   ├── SettingError      an option, setting, profile or model description
 │   └── PolicyError       a user's policy raised or answered what means nothing; with the user's traceback
 ├── CapacityError         memory that does not fit, with each share; exit code 2
-└── CoreError             a rule of the policy core was broken by its caller or the world
+├── CoreError             a rule of the policy core was broken by its caller or the world
+└── TransferError         the transfer engine cannot go on: an expert that no copy brings, a hung wait
 """
 
 from __future__ import annotations
@@ -71,6 +72,10 @@ class CapacityError(FineMoEError):
 
 class CoreError(FineMoEError):
     """A rule of the policy core was broken: an event out of order or out of range."""
+
+
+class TransferError(FineMoEError):
+    """The transfer engine cannot go on: the message says what failed and where."""
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

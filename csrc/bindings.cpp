@@ -257,6 +257,25 @@ PYBIND11_MODULE(_core, m) {
         .def("run_searches", &Core::run_searches, py::arg("ticket"), NoGil())
         .def("search_abandoned", &Core::search_abandoned, py::arg("ticket"), NoGil())
         .def("chunk_ready", &Core::chunk_ready, NoGil())
+        .def("chunk_slots",
+             [](Core& core) {
+                 std::vector<Placed> placed;
+                 {
+                     const py::gil_scoped_release release;
+                     placed = core.chunk_slots();
+                 }
+                 const auto n = static_cast<py::ssize_t>(placed.size());
+                 py::array_t<std::int32_t> experts(n), slots(n);
+                 for (py::ssize_t i = 0; i < n; ++i) {
+                     experts.mutable_at(i) = placed[static_cast<std::size_t>(i)].expert;
+                     slots.mutable_at(i) = placed[static_cast<std::size_t>(i)].slot;
+                 }
+                 return py::make_tuple(experts, slots);
+             })
+        .def("chunk_resident", &Core::chunk_resident, NoGil())
+        .def("prefetch_open", &Core::prefetch_open, NoGil())
+        .def("idle", &Core::idle, NoGil())
+        .def("slot", &Core::slot, py::arg("expert"), NoGil())
         .def("residents", &Core::residents, py::arg("device"), NoGil())
         .def("store_contents",
              [](Core& core) {
@@ -288,4 +307,5 @@ PYBIND11_MODULE(_core, m) {
     bind_plugin(m);
     bind_search(m);
     bind_synthetic(m);
+    bind_transfer(m);
 }

@@ -39,5 +39,6 @@ void bind_feed(py::module_& m);
 void bind_plugin(py::module_& m);
 void bind_search(py::module_& m);
 void bind_synthetic(py::module_& m);
+void bind_transfer(py::module_& m);
 
 }  // namespace finemoe::bindings

@@ -134,6 +134,37 @@ std::vector<ExpertId> Core::chunk_ready() {
     return ready;
 }
 
+std::vector<Placed> Core::chunk_slots() {
+    const std::scoped_lock lock(mutex_);
+    std::vector<Placed> placed;
+    std::transform(chunk_.begin(), chunk_.end(), std::back_inserter(placed),
+                   [&](ExpertId e) { return Placed{e, resident_slot(e)}; });
+    return placed;
+}
+
+bool Core::chunk_resident() {
+    const std::scoped_lock lock(mutex_);
+    return chunk_missing_ == 0;
+}
+
+bool Core::prefetch_open() {
+    const std::scoped_lock lock(mutex_);
+    return next_layer_open();
+}
+
+bool Core::idle() {
+    const std::scoped_lock lock(mutex_);
+    return std::all_of(devices_.begin(), devices_.end(),
+                       [](const Device& d) { return d.loading == kNone; }) &&
+           std::all_of(tickets_.begin(), tickets_.end(), [](const Ticket& t) { return t.abandoned; });
+}
+
+int Core::slot(ExpertId e) {
+    const std::scoped_lock lock(mutex_);
+    require(e >= 0 && e < config_.total_experts(), "slot: no such expert");
+    return resident_slot(e);
+}
+
 std::vector<ExpertId> Core::residents(int g) {
     const std::scoped_lock lock(mutex_);
     require(g >= 0 && g < config_.devices, "residents: no such device");

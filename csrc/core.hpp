@@ -28,6 +28,12 @@ struct LayerCounts {
     std::vector<std::int64_t> activated, hits, late;  // [2 · L], prefill first
 };
 
+// An expert and the slot of its device, -1: not resident.
+struct Placed {
+    ExpertId expert = kNone;
+    int slot = -1;
+};
+
 class Core {
   public:
     // `policy`: the user's, exactly where predictor or eviction is `plugin`.
@@ -70,7 +76,16 @@ class Core {
     bool search_abandoned(std::int64_t ticket);
 
     std::string abort_reason();
-    std::vector<ExpertId> chunk_ready();  // uncomputed members of the chunk that are resident
+    // Uncomputed members of the chunk that are resident, and all of them with their slots, -1 where not
+    // resident.
+    std::vector<ExpertId> chunk_ready();
+    std::vector<Placed> chunk_slots();
+    // What bits 2 and 5 of a mask say, as of now: another thread's mask may be about an earlier chunk.
+    bool chunk_resident();
+    bool prefetch_open();
+    // No load is in flight, and no search that is neither done nor abandoned.
+    bool idle();
+    int slot(ExpertId expert);  // -1: not resident
     std::vector<ExpertId> residents(int device);
     StoreContents store_contents();
     Counters counters();
@@ -123,6 +138,7 @@ class Core {
     const Expert& at(ExpertId e) const { return experts_[static_cast<std::size_t>(e)]; }
     Device& device_of(ExpertId e) { return device(config_.device_of(e)); }
     int layer_of(ExpertId e) const { return e / config_.experts; }
+    int resident_slot(ExpertId e) const { return at(e).status == Status::resident ? at(e).slot : -1; }
     std::int64_t step() const { return iteration_ * config_.layers + layer_now_; }
     void require(bool condition, const std::string& problem) const;
     void require_running() const;
@@ -143,7 +159,7 @@ class Core {
     bool start_demand(int g);
     void start_prefetch(int g);
     ExpertId next_queued(const Device& d) const;
-    bool prefetch_open() const;
+    bool next_layer_open() const;
     int free_slot(const Device& d) const;
     ExpertId oracle_choice(int g, ExpertId& evicts);
     void became_absent(ExpertId e);

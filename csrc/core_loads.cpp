@@ -41,7 +41,7 @@ std::uint64_t Core::settle(double time_s) {
     std::uint64_t mask = (forward_outbox_.empty() ? 0 : kForwardPending) |
                          (search_outbox_.empty() ? 0 : kSearchPending) |
                          (chunk_missing_ == 0 ? kChunkReady : 0) | (chunk_.empty() ? 0 : kChunkOpen) |
-                         (rest_.empty() ? 0 : kMoreChunks) | (prefetch_open() ? kPrefetchOpen : 0);
+                         (rest_.empty() ? 0 : kMoreChunks) | (next_layer_open() ? kPrefetchOpen : 0);
     for (std::size_t g = 0; g < device_outbox_.size(); ++g) {
         mask |= device_outbox_[g].empty() ? 0 : std::uint64_t{1} << (kDeviceShift + g);
     }
@@ -152,7 +152,7 @@ ExpertId Core::next_queued(const Device& d) const {
 }
 
 // Whether anything is still being prefetched for the next layer.
-bool Core::prefetch_open() const {
+bool Core::next_layer_open() const {
     if (!config_.prefetch_blocks) {
         return false;
     }
