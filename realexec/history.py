@@ -1,0 +1,65 @@
+"""What a core knows before its first iteration: maps and popularity of a recorded routing trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..errors import SettingError
+from ..policy.core import Searcher, make_config, popular_experts
+from ..traces.routing_file import RoutingFile
+
+if TYPE_CHECKING:
+    from ..policy.core import Core, Options
+    from ..policy.system import System
+
+
+def prepare(core: Core, system: System, options: Options, history: str | Path | None) -> list[int]:
+    """Fill the core's store, as a run with `--offline` does; returns the experts to preload, ascending.
+
+    Raises SettingError for a trace of another shape, and where `static` has none to learn from.
+    """
+    layers, experts = int(options["layers"]), int(options["experts"])
+    if system.preload == "all":
+        return list(range(layers * experts))
+    if history is None:
+        if system.preload == "popular":
+            raise SettingError(
+                f"policy {system.name} needs to know which experts are popular. Give history=, a routing "
+                "trace of the same model."
+            )
+        return []
+    source = RoutingFile(history)
+    meta = source.meta
+    shape, wanted = (meta.layers, meta.experts, meta.top_k), (layers, experts, int(options["top_k"]))
+    if shape != wanted:
+        raise SettingError(
+            f"history {history} is of {meta.model} (layers, experts, top K: {shape}), the model has "
+            f"{wanted}. Give a trace of the same model."
+        )
+    searcher = Searcher(make_config(options)) if system.predictor in ("map", "activation") else None
+    if system.predictor == "map" and meta.embedding_width not in (0, int(options["embedding_width"])):
+        raise SettingError(
+            f"history {history} has embeddings of {meta.embedding_width} values, the model's have "
+            f"{options['embedding_width']}. Give a trace recorded from the same model."
+        )
+    popularity = np.zeros((layers, experts), np.int64)
+    for request in range(source.requests):
+        routing = source.recorded(request)
+        popularity += routing.all_tokens()
+        if searcher is not None and system.predictor == "map":
+            searcher.fill(routing.gate, routing.embedding)
+        elif searcher is not None:
+            searcher.fill_counts(routing.all_tokens())
+    if searcher is not None:
+        core.seed_store(*searcher.contents())
+    if system.preload == "none":
+        return []
+    return popular_experts(
+        popularity,
+        devices=int(options["devices"]),
+        slots_per_device=int(options["slots_per_device"]),
+        top_k=int(options["top_k"]),
+    )

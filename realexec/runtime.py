@@ -1,0 +1,279 @@
+"""The forward pass of a real model, told to the policy core layer by layer.
+
+Hooks see what the core must know: the embedding's output begins an iteration, a router's output is the gate
+of its layer; the experts function computes the layer in the chunks that the core says are resident.
+Everything else, loads, searches and their order, is the core's and the transfer engine's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import FineMoEError
+from ..policy.core import CHUNK_OPEN, FORWARD_PENDING, PREFETCH_OPEN
+from .experts_kernel import Arena, Pairs, combine, expert_outputs
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ..policy.core import Core
+    from ..policy.system import System
+    from .gates import MoeModel
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Who the rows of the next forward pass are. `requests` [B]; `valid` [B, T]: which positions are tokens,
+    None where all are."""
+
+    requests: tuple[int, ...]
+    prefill: bool
+    tokens: int  # T
+    valid: Tensor | None = None
+
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        if self.valid is None:
+            return [self.tokens] * len(self.requests)
+        return [int(n) for n in self.valid.sum(dim=1)]
+
+    def row_means(self, values: Tensor) -> NDArray[np.float32]:
+        """Mean over each row's tokens of `values` [B·T or B, T, n]: [B, n] on the host."""
+        rows = values.view(len(self.requests), self.tokens, -1).float()
+        if self.tokens == 1:
+            rows = rows[:, 0]
+        elif self.valid is None:
+            rows = rows.mean(dim=1)
+        else:
+            weights = self.valid.to(rows.dtype).unsqueeze(-1)
+            rows = (rows * weights).sum(dim=1) / weights.sum(dim=1)
+        means: NDArray[np.float32] = rows.cpu().numpy()
+        return means
+
+
+@dataclass
+class Times:
+    """Seconds of the forward passes so far. `policy_s`: in the core's events; `stall_s`: waiting for demand
+    loads; `search_wait_s`: waiting as the system's own search_blocks and prefetch_blocks say."""
+
+    policy_s: float = 0.0
+    stall_s: float = 0.0
+    search_wait_s: float = 0.0
+    iterations: int = 0
+
+
+@dataclass
+class Runtime:
+    """One model, one core, one engine. Not thread-safe: one forward pass at a time."""
+
+    core: Core
+    engine: Any
+    moe: MoeModel
+    arenas: list[Arena]
+    system: System
+    prefetch_distance: int
+    times: Times = field(default_factory=Times)
+
+    _batch: Batch | None = None  # told beforehand
+    _open: Batch | None = None
+    _layer: int = -1
+    _logits: Tensor | None = None
+    _hidden: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        layers = len(self.moe.layers)
+        self._speculated = [
+            self.system.speculated(layer, layers, self.prefetch_distance) for layer in range(layers)
+        ]
+        self._as_ready = self.system.compute_order == "as_ready"
+        # docs/core.md: gates come with each row's tokens where a rule is about requests.
+        self._counts_rows = bool(
+            {self.system.predictor, self.system.eviction} & {"activation"}
+            or self.system.predictor == "plugin"
+        )
+
+    def restart(self, core: Core, engine: Any) -> None:
+        """Another core and engine, which know nothing of what was."""
+        self.core, self.engine, self.times = core, engine, Times()
+        self._batch = self._open = self._logits = self._hidden = None
+
+    @property
+    def expected(self) -> bool:
+        """Whether the next forward pass is known."""
+        return self._batch is not None
+
+    # What the hooks call.
+
+    def expect(self, batch: Batch) -> None:
+        """The next forward pass serves this batch. Requests of the last one that are not in it are over."""
+        if self._open is not None:
+            self.end([request for request in self._open.requests if request not in batch.requests])
+        self._batch = batch
+
+    def begin(self, embedded: Tensor) -> None:
+        """The embedding's output [B, T, h] is known: the iteration begins."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise FineMoEError("the embedding ran outside a forward pass of the whole model.")
+        began_s = time.perf_counter()
+        self._open, self._layer, self._logits = batch, -1, None
+        phase = "prefill" if batch.prefill else "decode"
+        rows = [(r, phase, n, True) for r, n in zip(batch.requests, batch.lengths(), strict=True)]
+        mask = self.core.begin_iteration(rows, batch.row_means(embedded), self.engine.now())
+        self.engine.notify(mask)
+        self.times.policy_s += time.perf_counter() - began_s
+        self._wait_searches(mask)
+
+    def routed(self, hidden: Tensor, logits: Tensor) -> None:
+        """A router has been applied: its input [tokens, H] and its logits [tokens, J]."""
+        self._hidden, self._logits = hidden, logits
+
+    def compute(self, layer: int, experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The output [tokens, H] of a layer's experts for the `chosen` [tokens, K] with their `weights`."""
+        batch, logits = self._open, self._logits
+        if batch is None or logits is None or layer != self._layer + 1:
+            raise FineMoEError(
+                f"MoE layer {layer} was computed outside its forward pass. Use the whole model, one pass at "
+                "a time."
+            )
+        self._layer, self._logits = layer, None
+        began_s = time.perf_counter()
+        rows, ids = self._observe(batch, logits, chosen)
+        counts = np.bincount(ids.reshape(-1), minlength=self.moe.num_experts)
+        required = counts.nonzero()[0]
+        mask = self.core.gate(
+            layer,
+            rows,
+            required.tolist(),
+            counts[required].tolist(),
+            self.engine.now(),
+            self._row_counts(batch, ids) if self._counts_rows else None,
+        )
+        self.engine.notify(mask)
+        for target in self._speculated[layer]:
+            guessed = batch.row_means(self.moe.probabilities(self.moe.ask(target, self._hidden)))
+            mask |= self.core.speculation(layer, target, guessed, self.engine.now())
+            self.engine.notify(mask)
+        self.times.policy_s += time.perf_counter() - began_s
+        self._wait_searches(mask)
+        pairs = Pairs.of(ids, counts)
+        order = torch.from_numpy(pairs.order).to(hidden.device)
+        outputs = self._in_parts(layer, experts, hidden[order // chosen.shape[-1]], pairs)
+        return combine(outputs, weights, order, hidden)
+
+    def finish(self) -> None:
+        """All requests of the last pass are over."""
+        if self._open is not None:
+            self.end(self._open.requests)
+
+    def end(self, finished: Sequence[int] = ()) -> None:
+        """The last pass is over, and these requests will not come again."""
+        if self._open is None:
+            return
+        if self._layer + 1 < len(self.moe.layers):
+            raise FineMoEError(
+                f"the last forward pass was interrupted at MoE layer {self._layer}. "
+                "Call model.finemoe.reset()."
+            )
+        began_s = time.perf_counter()
+        mask = self.core.end_iteration(self.engine.now(), finished)
+        self._open = None
+        self.engine.notify(mask)
+        self.times.policy_s += time.perf_counter() - began_s
+        self.times.iterations += 1
+
+    # A layer's parts.
+
+    def _in_parts(self, layer: int, experts: Any, inputs: Tensor, pairs: Pairs) -> Tensor:
+        """Outputs [n, H] of the sorted pairs: chunk by chunk, or as experts become resident."""
+        outputs: Tensor | None = None
+        mask = CHUNK_OPEN
+        while mask & CHUNK_OPEN:
+            members, slots = self._resident()
+            for device, arena in enumerate(self.arenas):
+                runs = pairs.runs(*self._on(device, layer, members, slots))
+                if not runs:
+                    continue
+                if sum(end - start for _, start, end in runs) == len(inputs) and not inputs.is_cuda:
+                    outputs = expert_outputs(experts, arena, inputs, runs)  # all of them, in order
+                    continue
+                runs.sort()
+                rows = torch.from_numpy(np.concatenate([np.arange(start, end) for _, start, end in runs]))
+                rows = rows.to(inputs.device)
+                part = expert_outputs(experts, arena, inputs[rows].to(arena.memory.device), runs)
+                if outputs is None:
+                    outputs = torch.empty(inputs.shape, dtype=part.dtype, device=inputs.device)
+                outputs[rows] = part.to(inputs.device)
+            mask = self._computed(layer, members)
+        if mask & PREFETCH_OPEN:
+            self.times.search_wait_s += self.engine.wait_prefetches()
+        if outputs is None:  # no tokens at all
+            raise FineMoEError(f"MoE layer {layer} was given no tokens.")
+        return outputs
+
+    def _resident(self) -> tuple[list[int], list[int]]:
+        """Experts to compute now, by id, and the slots that they lie in."""
+        began_s = time.perf_counter()
+        if self._as_ready:
+            members = self.engine.wait_ready()
+            slots = [self.core.slot(expert) for expert in members]
+        else:
+            self.engine.wait_chunk()
+            members, slots = (array.tolist() for array in self.core.chunk_slots())
+        self.times.stall_s += time.perf_counter() - began_s
+        return members, slots
+
+    def _on(
+        self, device: int, layer: int, members: list[int], slots: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """Those of the members that live on a device, counted from the layer's first, and their slots."""
+        first, devices = layer * self.moe.num_experts, len(self.arenas)
+        mine = [
+            (expert - first, slot)
+            for expert, slot in zip(members, slots, strict=True)
+            if expert % devices == device
+        ]
+        return [expert for expert, _ in mine], [slot for _, slot in mine]
+
+    def _computed(self, layer: int, members: list[int]) -> int:
+        """These experts' products are done, or queued on their devices' streams: what the core says to it."""
+        began_s = time.perf_counter()
+        for device, arena in enumerate(self.arenas):
+            if arena.memory.is_cuda:
+                stream = torch.cuda.current_stream(arena.memory.device).cuda_stream
+                self.engine.record_compute(device, stream)
+        mask = self.core.computed(layer, members, self.engine.now())
+        self.engine.notify(mask)
+        self.times.policy_s += time.perf_counter() - began_s
+        return mask
+
+    def _wait_searches(self, mask: int) -> None:
+        if mask & FORWARD_PENDING:
+            began_s = time.perf_counter()
+            for _, ticket in self.core.take_forward():
+                self.engine.wait_search(ticket)
+            self.times.search_wait_s += time.perf_counter() - began_s
+
+    # What the core is told.
+
+    def _observe(
+        self, batch: Batch, logits: Tensor, chosen: Tensor
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Each row's mean gate distribution [B, J] and the chosen experts [tokens, K], on the host."""
+        probabilities = self.moe.probabilities(logits)
+        return batch.row_means(probabilities), chosen.cpu().numpy()
+
+    def _row_counts(self, batch: Batch, ids: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Tokens of each row that each expert received, [B, J]."""
+        rows, experts = len(batch.requests), self.moe.num_experts
+        places = ids.reshape(rows, -1) + np.arange(rows)[:, None] * experts
+        return (
+            np.bincount(places.reshape(-1), minlength=rows * experts).reshape(rows, experts).astype(np.int32)
+        )
