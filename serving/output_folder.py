@@ -15,7 +15,9 @@ from .cells import CellKey, cell_names
 
 FORMAT = "finemoe results 1"
 SUMMARY = "summary.json"
-CELL_FILES = frozenset({"requests.parquet", "iterations.parquet", "timeseries.parquet", "decisions.parquet"})
+CELL_FILES = frozenset(
+    f"{name}.parquet" for name in ("requests", "iterations", "timeseries", "decisions", "routing")
+)
 TOP_FILES = frozenset({SUMMARY, "config.resolved.toml", "wall.json"})
 
 

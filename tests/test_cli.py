@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from finemoe.cli.simulate import simulate_command
-from finemoe.sim.settings import RunSettings
+from finemoe.serving.settings import RunSettings
 
 SIM = "from finemoe.cli.entry import simulate_main; simulate_main()"
 VERB = "from finemoe.cli.entry import main; main()"

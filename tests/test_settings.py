@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from finemoe.errors import SettingError
-from finemoe.sim.settings import RunSettings, resolve, to_toml
+from finemoe.serving.settings import RunSettings
+from finemoe.serving.settings_file import resolve, to_toml
 from hypothesis import given
 from hypothesis import strategies as st
 
