@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -31,12 +31,19 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Batch:
     """Who the rows of the next forward pass are. `requests` [B]; `valid` [B, T]: which positions are tokens,
-    None where all are."""
+    None where all are. `skip_pads`: experts do not compute the others, which transformers lets them do."""
 
     requests: tuple[int, ...]
     prefill: bool
     tokens: int  # T
     valid: Tensor | None = None
+    skip_pads: bool = False
+
+    def kept(self) -> Tensor | None:
+        """Positions [tokens] of B·T that experts compute; None: all."""
+        if self.valid is None or not self.skip_pads:
+            return None
+        return self.valid.reshape(-1).nonzero()[:, 0]
 
     def lengths(self) -> list[int]:
         """Tokens of each row."""
@@ -52,8 +59,9 @@ class Batch:
         elif self.valid is None:
             rows = rows.mean(dim=1)
         else:
-            weights = self.valid.to(rows.dtype).unsqueeze(-1)
-            rows = (rows * weights).sum(dim=1) / weights.sum(dim=1)
+            # Not a product with the mask: what pads compute may be no number.
+            rows = rows.masked_fill(~self.valid.unsqueeze(-1), 0)
+            rows = rows.sum(dim=1) / self.valid.sum(dim=1, keepdim=True)
         means: NDArray[np.float32] = rows.cpu().numpy()
         return means
 
@@ -69,6 +77,22 @@ class Times:
     iterations: int = 0
 
 
+class Observer(Protocol):
+    """Hears what the core is told; rows are those of the batch."""
+
+    def begun(self, batch: Batch, embedding: NDArray[np.float32]) -> None:
+        """An iteration begins; `embedding` [B, h]."""
+
+    def routed(self, rows: NDArray[np.float32], counts: NDArray[np.int32]) -> None:
+        """The next layer's gate, [B, J], and the tokens of each row that each expert received, [B, J]."""
+
+    def speculated(self, layer: int, target: int, rows: NDArray[np.float32]) -> None:
+        """A later layer's gate on this layer's hidden state, [B, J]."""
+
+    def ended(self) -> None:
+        """The iteration is over."""
+
+
 @dataclass
 class Runtime:
     """One model, one core, one engine. Not thread-safe: one forward pass at a time."""
@@ -80,6 +104,7 @@ class Runtime:
     system: System
     prefetch_distance: int
     times: Times = field(default_factory=Times)
+    observer: Observer | None = None
 
     _batch: Batch | None = None  # told beforehand
     _open: Batch | None = None
@@ -88,6 +113,11 @@ class Runtime:
     _hidden: Tensor | None = None
 
     def __post_init__(self) -> None:
+        self.change(self.system, self.prefetch_distance, self.arenas)
+
+    def change(self, system: System, prefetch_distance: int, arenas: list[Arena]) -> None:
+        """Another system and other slots; `restart` follows."""
+        self.system, self.prefetch_distance, self.arenas = system, prefetch_distance, arenas
         layers = len(self.moe.layers)
         self._speculated = [
             self.system.speculated(layer, layers, self.prefetch_distance) for layer in range(layers)
@@ -126,8 +156,11 @@ class Runtime:
         self._open, self._layer, self._logits = batch, -1, None
         phase = "prefill" if batch.prefill else "decode"
         rows = [(r, phase, n, True) for r, n in zip(batch.requests, batch.lengths(), strict=True)]
-        mask = self.core.begin_iteration(rows, batch.row_means(embedded), self.engine.now())
+        embedding = batch.row_means(embedded)
+        mask = self.core.begin_iteration(rows, embedding, self.engine.now())
         self.engine.notify(mask)
+        if self.observer is not None:
+            self.observer.begun(batch, embedding)
         self.times.policy_s += time.perf_counter() - began_s
         self._wait_searches(mask)
 
@@ -145,7 +178,11 @@ class Runtime:
             )
         self._layer, self._logits = layer, None
         began_s = time.perf_counter()
+        kept = batch.kept()
+        if kept is not None:
+            hidden, padded, chosen, weights = hidden[kept], hidden, chosen[kept], weights[kept]
         rows, ids = self._observe(batch, logits, chosen)
+        row_counts = self._row_counts(batch, ids) if self._counts_rows or self.observer else None
         counts = np.bincount(ids.reshape(-1), minlength=self.moe.num_experts)
         required = counts.nonzero()[0]
         mask = self.core.gate(
@@ -154,19 +191,24 @@ class Runtime:
             required.tolist(),
             counts[required].tolist(),
             self.engine.now(),
-            self._row_counts(batch, ids) if self._counts_rows else None,
+            row_counts if self._counts_rows else None,
         )
         self.engine.notify(mask)
+        if self.observer is not None and row_counts is not None:
+            self.observer.routed(rows, row_counts)
         for target in self._speculated[layer]:
             guessed = batch.row_means(self.moe.probabilities(self.moe.ask(target, self._hidden)))
             mask |= self.core.speculation(layer, target, guessed, self.engine.now())
             self.engine.notify(mask)
+            if self.observer is not None:
+                self.observer.speculated(layer, target, guessed)
         self.times.policy_s += time.perf_counter() - began_s
         self._wait_searches(mask)
         pairs = Pairs.of(ids, counts)
         order = torch.from_numpy(pairs.order).to(hidden.device)
         outputs = self._in_parts(layer, experts, hidden[order // chosen.shape[-1]], pairs)
-        return combine(outputs, weights, order, hidden)
+        combined = combine(outputs, weights, order, hidden)
+        return combined if kept is None else torch.zeros_like(padded).index_copy_(0, kept, combined)
 
     def finish(self) -> None:
         """All requests of the last pass are over."""
@@ -186,6 +228,8 @@ class Runtime:
         mask = self.core.end_iteration(self.engine.now(), finished)
         self._open = None
         self.engine.notify(mask)
+        if self.observer is not None:
+            self.observer.ended()
         self.times.policy_s += time.perf_counter() - began_s
         self.times.iterations += 1
 
@@ -273,7 +317,8 @@ class Runtime:
     def _row_counts(self, batch: Batch, ids: NDArray[np.int64]) -> NDArray[np.int32]:
         """Tokens of each row that each expert received, [B, J]."""
         rows, experts = len(batch.requests), self.moe.num_experts
-        places = ids.reshape(rows, -1) + np.arange(rows)[:, None] * experts
+        tokens = [batch.tokens] * rows if len(ids) == rows * batch.tokens else batch.lengths()
+        places = ids + np.repeat(np.arange(rows) * experts, tokens)[:, None]
         return (
             np.bincount(places.reshape(-1), minlength=rows * experts).reshape(rows, experts).astype(np.int32)
         )

@@ -58,6 +58,13 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()[:16]
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model's folder; None where it has none."""
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        return None
+    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
 def load_stock(folder: Path, device: str, dtype: str) -> StockModel:
     """Load a model and its tokenizer from `folder`; nothing is fetched, no code of the folder's is run.
 
@@ -75,8 +82,7 @@ def load_stock(folder: Path, device: str, dtype: str) -> StockModel:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **local
         )
-        has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **local) if has_tokenizer else None
+        tokenizer = load_tokenizer(folder)
     except Exception as error:  # whatever a broken folder makes transformers, tokenizers or safetensors raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise SettingError(f"--model {folder} cannot be loaded: {reason}. Check the folder.") from error

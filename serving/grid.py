@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import msgspec
+
 from .. import __version__
 from ..errors import CapacityError, SettingError
 from .cells import CellKey, cell_labels, cell_names
@@ -29,7 +31,7 @@ RESULTS_ROOT = Path("finemoe-results")
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run of a grid. `problem` is its status where it cannot run, else empty.
+    """One run of a grid. `problem` is its status where it cannot run, and `memory`, its memory split, is None.
 
     `requests` arrive at the cell's rate; `name` is that of its folder. `hardware` is a profile or a backend.
     """
@@ -40,6 +42,7 @@ class Cell:
     hardware: str
     rate_per_s: float | None
     requests: RequestSelection
+    memory: msgspec.Struct | None = None
     problem: str = ""
     name: str = ""
     label: str = ""

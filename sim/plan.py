@@ -37,10 +37,10 @@ _SPLIT_STREAM = 1  # keeps the offline split's draws apart from other uses of th
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedCell(Cell):
-    """One run of a simulated grid. `memory` is None where it cannot run."""
+    """One run of a simulated grid."""
 
     profile: HardwareProfile
-    memory: MemoryPlan | None
+    memory: MemoryPlan | None = None
 
     def sizes(self) -> dict[str, int]:
         """See `Cell`."""
