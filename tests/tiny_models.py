@@ -73,7 +73,7 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> Any:
     """A random fp32 model of `family` in eval mode: 3 decoder layers of width 32, 8 experts, top 2 (the first
     layer of DeepSeek's is dense). Same seed, same weights.
 
-    Routers are 40 times as wide as they are initialised, so that their distributions are not flat and choices
+    Routers are 15 times as wide as they are initialised, so that their distributions are not flat and choices
     do not hang on rounding.
     """
     name, own = _FAMILIES[family]
@@ -84,7 +84,7 @@ def tiny_model(family: str, seed: int = 0, **overrides: Any) -> Any:
         for parameter in (
             p for n, p in model.named_parameters() if n.endswith(("gate.weight", "router.weight"))
         ):
-            parameter.normal_(std=0.8)
+            parameter.normal_(std=0.3)
         for n, buffer in model.named_buffers():
             if n.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.1, 0.1)
