@@ -1,4 +1,4 @@
-"""`finemoe-sim`, or `finemoe sim`: a grid of policies, expert caches, machines and rates, simulated or real."""
+"""`finemoe-sim`, or `finemoe sim`: a grid of policies, expert caches, machines and rates, sim or real."""
 
 from __future__ import annotations
 
