@@ -205,7 +205,7 @@ def _simulate(
     try:
         shown = not quiet and sys.stdout.isatty() and sys.stderr.isatty()
         with ProgressBar(plan, shown=shown) as bar, redirect_stdout(sys.stderr):
-            results = run_plan(output, bar.update)
+            results = run_plan(output, None if quiet else bar.update)
         code = 0
     except Interrupted as interrupt:
         results = interrupt.results
@@ -222,7 +222,7 @@ def _simulate(
     raise typer.Exit(code)
 
 
-def _prepared(settings: RunSettings) -> tuple[Plan, Callable[[Path | None, OnProgress], Results]]:
+def _prepared(settings: RunSettings) -> tuple[Plan, Callable[[Path | None, OnProgress | None], Results]]:
     """The plan of the backend that the settings name, and what runs it."""
     if settings.backend == "sim":
         from ..sim.plan import make_plan

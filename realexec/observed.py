@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from .runtime import Batch
 
 
+_HELD_BYTES = 256 * 2**20
+
+
 class RoutingObserver:
     """Hears from the runtime what it tells the core, and keeps it until a request is over.
 
@@ -72,19 +75,36 @@ class RoutingObserver:
 
 
 class InOrder:
-    """Writes requests in their order of arrival, whatever the order they end in."""
+    """Writes requests in their order of arrival, whatever the order they end in, when there is time."""
 
     def __init__(self, writer: RoutingWriter) -> None:
         self._writer = writer
-        self._next = 0
-        self._waiting: dict[int, RequestRouting] = {}
+        self._held: dict[int, RequestRouting] = {}
+        self._held_bytes = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the next request could be written."""
+        return self._writer.requests in self._held
 
     def add(self, place: int, routing: RequestRouting) -> None:
-        """Request number `place` of those served is over."""
-        self._waiting[place] = routing
-        while self._next in self._waiting:
-            self._writer.add(self._waiting.pop(self._next))
-            self._next += 1
+        """Request number `place` of those served is over. Written at once only where much is held."""
+        self._held[place] = routing
+        self._held_bytes += _bytes(routing)
+        if self._held_bytes > _HELD_BYTES:
+            self.write()
+
+    def write(self, most: int | None = None) -> None:
+        """Write what can be written, at most so many requests."""
+        while self.waiting and most != 0:
+            routing = self._held.pop(self._writer.requests)
+            self._held_bytes -= _bytes(routing)
+            self._writer.add(routing)
+            most = None if most is None else most - 1
+
+
+def _bytes(routing: RequestRouting) -> int:
+    return routing.gate.nbytes + routing.experts.nbytes + routing.token_counts.nbytes
 
 
 def _row(whole: Iteration, row: int) -> Iteration:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
 from ..errors import SettingError, TraceError
 from .prompts import read_prompts, tokens_of

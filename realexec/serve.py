@@ -66,7 +66,7 @@ class _Grid:
         """Run one cell."""
         assert isinstance(cell, RealCell)
         plan = self._plan
-        model = self._fresh(cell)
+        model = self._fresh(cell, progress=sink.shown)
         observer = RoutingObserver(_complete_distances(cell, plan))
         path = sink.folder() / ROUTING_FILE
         with path.open("wb") as file, RoutingWriter(file, path, _meta(cell, plan)) as writer:
@@ -76,7 +76,7 @@ class _Grid:
             outcome = server.run()
         return Served(outcome, len(plan.devices), outcome.notes)
 
-    def _fresh(self, cell: RealCell) -> Any:
+    def _fresh(self, cell: RealCell, *, progress: bool) -> Any:
         """The model with the cell's system, and nothing cached."""
         plan, settings, options = self._plan, self._plan.settings, cell.options
         if options is None:
@@ -97,6 +97,7 @@ class _Grid:
             bandwidth_limit=None if limit is None else parse_bandwidth(limit, name="--bandwidth-limit"),
             log_iterations=log_iterations,
             history=settings.history,
+            progress=progress,
         )
         return self._model
 

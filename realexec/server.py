@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .observed import InOrder, RoutingObserver
 
 _PROGRESS_EVERY_S = 0.2
+_WRITING_S = 0.1  # that writing one request's routing may take
 
 
 class CellServer:
@@ -57,8 +58,6 @@ class CellServer:
         self._log, self._request_log = IterationLog(), RequestLog()
         self._admitted_s: dict[int, float] = {}
         self._first_token_s: dict[int, float] = {}
-        self._log_iterations = -1 if settings.decisions == "all" else settings.decisions
-        self._handed_over = self._log_iterations == 0
         self._counting = False
         self._compute_s = 0.0
         self._reported_s = -_PROGRESS_EVERY_S
@@ -68,7 +67,8 @@ class CellServer:
     @property
     def answers(self) -> dict[int, list[int]]:
         """Tokens made so far, by request."""
-        return self._forward.answers
+        answers: dict[int, list[int]] = self._forward.answers
+        return answers
 
     def run(self) -> CellOutcome:
         """Serve all requests."""
@@ -78,19 +78,26 @@ class CellServer:
             if step is None:
                 if self._to_come == len(self._requests):
                     break
-                self._runtime.engine.check()
-                wait_s = self._requests[self._to_come].arrival_s - self._now()
-                time.sleep(max(wait_s, 0.0))
+                self._idle()
                 continue
             self._iterate(step)
         ended = self._reading()  # before what is under way at the end moves on
-        self._runtime.engine.drain()
-        if not self._handed_over:
-            self._hand_over()
+        if self._settings.decisions:
+            self._sink.decisions(self._handle.decisions())
+        self._routing.write()
         return self._outcome(ended)
 
     def _now(self) -> float:
         return float(self._runtime.engine.now()) - self._began_s
+
+    def _idle(self) -> None:
+        """Nothing to do until the next arrival: time for what was put off."""
+        self._runtime.engine.check()
+        wait_s = self._requests[self._to_come].arrival_s - self._now()
+        if wait_s > _WRITING_S and self._routing.waiting:
+            self._routing.write(most=1)
+        else:
+            time.sleep(max(wait_s, 0.0))
 
     def _arrive(self) -> None:
         now_s = self._now()
@@ -105,7 +112,7 @@ class CellServer:
         if step.phase == "prefill":
             for state in step.requests:
                 self._admit(state)
-        start_s, before = self._now(), self._reading()
+        before, start_s = self._marks(), self._now()
         if step.phase == "prefill":
             prompts = [
                 (s.request.index, self._tokens(self._place[s.request.index], s.request.prompt_tokens))
@@ -115,18 +122,15 @@ class CellServer:
         else:
             self._forward.decode()
         self._runtime.end([state.request.index for state in step.requests if state.last])
-        end_s, after = self._now(), self._reading()
-        self._note(step, start_s, end_s, before, after)
+        end_s = self._now()
+        self._note(step, start_s, end_s, before, self._marks())
         for state in step.requests:
             self._first_token_s.setdefault(state.request.index, end_s)
         for state in self._scheduler.finish_step(step):
             self._finish(state.request, end_s)
-        iterations = len(self._log)
-        if not self._handed_over and iterations == self._log_iterations + 1:  # the log ended before this one
-            self._hand_over()
         if end_s - self._reported_s >= _PROGRESS_EVERY_S:
             self._reported_s = end_s
-            self._sink.progress(Progress(end_s, iterations, len(self._request_log), len(self._requests)))
+            self._sink.progress(Progress(end_s, len(self._log), len(self._request_log), len(self._requests)))
 
     def _admit(self, state: RequestState) -> None:
         index = state.request.index
@@ -154,11 +158,7 @@ class CellServer:
             self._counted(index),
         )
 
-    def _hand_over(self) -> None:
-        self._handed_over = True
-        self._sink.decisions(self._handle.decisions())
-
-    def _note(self, step: Step, start_s: float, end_s: float, before: _Reading, after: _Reading) -> None:
+    def _note(self, step: Step, start_s: float, end_s: float, before: _Marks, after: _Marks) -> None:
         activated, hits, late, demand_bytes = (
             now - then for now, then in zip(after.totals, before.totals, strict=True)
         )
@@ -184,6 +184,16 @@ class CellServer:
             after.link_busy_s,
         )
 
+    def _marks(self) -> _Marks:
+        times = self._runtime.times
+        devices = self._runtime.engine.statistics()["devices"]
+        return _Marks(
+            totals=self._runtime.core.totals(),
+            stall_s=times.stall_s,
+            search_wait_s=times.search_wait_s,
+            link_busy_s=sum(device["busy_s"] for device in devices),
+        )
+
     def _reading(self) -> _Reading:
         runtime = self._runtime
         engine = runtime.engine.statistics()
@@ -191,11 +201,8 @@ class CellServer:
         counters["bytes_moved"] = sum(device["bytes"] for device in engine["devices"])
         return _Reading(
             time_s=self._now(),
-            totals=runtime.core.totals(),
             counters=counters,
             per_layer=runtime.core.layer_counts(),
-            stall_s=runtime.times.stall_s,
-            search_wait_s=runtime.times.search_wait_s,
             link_busy_s=sum(device["busy_s"] for device in engine["devices"]),
             search_s=engine["search_s"],
             compute_s=self._compute_s,
@@ -229,15 +236,22 @@ class CellServer:
 
 
 @dataclass(frozen=True)
+class _Marks:
+    """What is read before and after each step."""
+
+    totals: tuple[int, int, int, int]
+    stall_s: float
+    search_wait_s: float
+    link_busy_s: float
+
+
+@dataclass(frozen=True)
 class _Reading:
     """The totals at one moment."""
 
     time_s: float
-    totals: tuple[int, int, int, int]
     counters: dict[str, int]
     per_layer: dict[str, NDArray[np.int64]]
-    stall_s: float
-    search_wait_s: float
     link_busy_s: float
     search_s: float
     compute_s: float

@@ -31,7 +31,7 @@ RESULTS_ROOT = Path("finemoe-results")
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run of a grid. `problem` is its status where it cannot run, and `memory`, its memory split, is None.
+    """One run of a grid. Where it cannot run, `problem` is its status and `memory`, its memory split, None.
 
     `requests` arrive at the cell's rate; `name` is that of its folder. `hardware` is a profile or a backend.
     """
@@ -110,6 +110,11 @@ class CellSink:
 
     def __init__(self, cell: Cell, writer: ResultsWriter, on_progress: OnProgress | None) -> None:
         self._cell, self._writer, self._on_progress = cell, writer, on_progress
+
+    @property
+    def shown(self) -> bool:
+        """Whether anybody wants to know of progress."""
+        return self._on_progress is not None
 
     def progress(self, progress: Progress) -> None:
         """Say how far the cell is."""
