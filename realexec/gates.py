@@ -130,7 +130,7 @@ def find_moe(model: Any) -> MoeModel:
         MoeLayer(index, name, _experts(family, block, router), router)
         for index, (name, block, router) in enumerate(_routers(model, family))
     )
-    with torch.device("cpu"):  # the caller may build models on `meta` by default
+    with torch.no_grad(), torch.device("cpu"):  # the caller may build models on `meta` by default
         shapes = {_shape(family, layer, int(config.hidden_size), form) for layer in layers}
         if len(shapes) != 1:
             raise _unsupported(family, f"its layers differ: {sorted(shapes)} as (experts, top K)")
@@ -199,10 +199,9 @@ def _shape(family: str, layer: MoeLayer, hidden_size: int, form: RouterForm) -> 
     return logits.shape[-1], chosen.shape[-1]
 
 
-@torch.no_grad()
 def _probe(family: str, layer: MoeLayer, hidden_size: int, form: RouterForm) -> tuple[Tensor, Tensor, Tensor]:
-    """(logits, weights, chosen) of the router with random weights, for random tokens; its own are not touched,
-    and may be on `meta`."""
+    """(logits, weights, chosen) of the router with random weights, for random tokens. Its own weights are not
+    touched, and may be on `meta`."""
     router, kind = layer.router, type(layer.router).__name__
     num_experts = int(layer.experts.down_proj.shape[0])
     generator = torch.Generator().manual_seed(0)
@@ -239,8 +238,8 @@ def _probe(family: str, layer: MoeLayer, hidden_size: int, form: RouterForm) -> 
 
 
 def _scoring(family: str, layer: MoeLayer, config: Any, form: RouterForm) -> Scoring:
-    """Whether the weights of the chosen experts go with the softmax or with the sigmoid of their logits, up to
-    a factor per token."""
+    """Whether the chosen experts' weights go with the softmax or with the sigmoid of their logits, up to a
+    factor per token."""
     logits, weights, chosen = _probe(family, layer, int(config.hidden_size), form)
     weights = weights.double().log()
 
