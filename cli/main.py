@@ -6,6 +6,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from .model import model_app
 from .replay import replay_command
 from .shell import help_without_command, run, show_version
 from .simulate import simulate_command
@@ -23,6 +24,7 @@ app.command("sim", help="Simulate serving a request trace; the same as finemoe-s
 app.command("replay", help="Feed recorded decisions to a fresh core and compare.")(replay_command)
 app.command("systems", help="List the systems that --policy accepts.")(systems_command)
 app.add_typer(trace_app, name="trace")
+app.add_typer(model_app, name="model")
 
 
 @app.callback()

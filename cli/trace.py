@@ -1,4 +1,4 @@
-"""`finemoe trace`: look at a request trace, convert one to Parquet, import recorded routing, analyse it."""
+"""`finemoe trace`: look at a request trace, convert one, import, record and analyse routing."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from .shell import help_without_command
+from .trace_record import record_command
 
 if TYPE_CHECKING:
     from ..traces.request_info import TraceInfo
 
 trace_app = typer.Typer(
-    help="Look at request traces, convert them, import and analyse routing.",
+    help="Look at request traces, convert them; record, import and analyse routing.",
     invoke_without_command=True,
     callback=help_without_command,
 )
+trace_app.command("record")(record_command)
 
 Source = Annotated[Path, typer.Argument(metavar="FILE", help="Request trace in any known format.")]
 Sort = Annotated[bool, typer.Option("--sort", help="Accept time stamps that go backward.")]

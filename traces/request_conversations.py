@@ -19,8 +19,8 @@ CHARACTERS_PER_TOKEN = 4
 LENGTH_RULE = f"ceil(characters / {CHARACTERS_PER_TOKEN})"
 
 # Who speaks, under all the names that the published files use.
-_HUMANS = frozenset({"human", "user"})
-_ASSISTANTS = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard"})
+HUMANS = frozenset({"human", "user"})
+ASSISTANTS = frozenset({"gpt", "assistant", "chatgpt", "bing", "bard"})
 
 _PLACE = re.compile(r" - at `\$(.*)`$")
 
@@ -78,9 +78,9 @@ def _first_exchange(turns: list[Turn]) -> tuple[str, str]:
     for turn in turns:
         speaker = turn.speaker.lower()
         if prompt is None:
-            if speaker in _HUMANS:
+            if speaker in HUMANS:
                 prompt = turn.text or ""
-        elif speaker in _ASSISTANTS:
+        elif speaker in ASSISTANTS:
             answer = turn.text or ""
             return (prompt, answer) if prompt.strip() and answer.strip() else ("", "")
     return "", ""
