@@ -198,15 +198,39 @@ class HostSource(Source):
         self, address: int, experts: int, slab_bytes: int, keep_alive: object, stride: int = 0
     ) -> None: ...
 
-class CpuArena:
+class Arena: ...
+
+class CpuArena(Arena):
     def __init__(self, address: int, slots: int, slab_bytes: int, keep_alive: object) -> None: ...
+
+class CudaArena(Arena):
+    def __init__(
+        self, device: int, address: int, slots: int, slab_bytes: int, keep_alive: object
+    ) -> None: ...
+
+def cuda_problem(device: int = 0) -> str: ...
+
+class PinnedSlabs:
+    def __init__(self, experts: int, slab_bytes: int, limit_bytes: int | None = None) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def stride(self) -> int: ...
+    @property
+    def pinned_bytes(self) -> int: ...
+    @property
+    def warning(self) -> str: ...
+    @property
+    def slabs(self) -> npt.NDArray[np.uint8]: ...
 
 class TransferEngine:
     def __init__(
         self,
         core: Core,
         source: Source,
-        arenas: Sequence[CpuArena],
+        arenas: Sequence[Arena],
         chunk_bytes: int = 1048576,
         bandwidth_limit_bytes_per_s: float | None = None,
         watchdog_s: float = 120.0,

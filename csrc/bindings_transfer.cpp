@@ -1,13 +1,14 @@
 // Python face of the transfer engine. Whatever waits releases the GIL, and looks for signals every 100 ms.
+#include "bindings_transfer.hpp"
+
 #include <algorithm>
 #include <set>
 #include <string>
 
-#include "bindings.hpp"
 #include "transfer/cpu_copier.hpp"
-#include "transfer/crc32c.hpp"
+#include "transfer/cuda_copier.hpp"
 #include "transfer/engine.hpp"
-#include "transfer/file_source.hpp"
+#include "transfer/source.hpp"
 
 namespace finemoe::bindings {
 
@@ -16,13 +17,6 @@ namespace {
 using namespace finemoe::transfer;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
-template <typename T>
-using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
-
-std::byte* pointer(std::uintptr_t address) {
-    return reinterpret_cast<std::byte*>(address);  // a number is what Python knows of memory
-}
-
 void poll_signals() {
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) {
@@ -30,77 +24,22 @@ void poll_signals() {
     }
 }
 
-template <typename T>
-std::vector<T> values(const Array<T>& array) {
-    return {array.data(), array.data() + array.size()};
-}
-
-std::shared_ptr<FileSource> make_file_source(
-    const std::vector<std::string>& paths, const Array<std::int32_t>& file, const Array<std::int64_t>& offset,
-    const Array<std::int64_t>& length, const Array<std::int64_t>& place,
-    const std::optional<Array<std::uint32_t>>& checksums, bool direct, std::int64_t slab_bytes) {
-    if (file.ndim() != 2 || file.shape(1) != length.size()) {
-        throw SourceError("FileSource: file must be [experts, pieces] and length [pieces].");
-    }
-    Pieces pieces{paths,
-                  static_cast<int>(file.shape(0)),
-                  values(file),
-                  values(offset),
-                  values(length),
-                  values(place),
-                  checksums ? values(*checksums) : std::vector<std::uint32_t>{},
-                  slab_bytes,
-                  direct};
-    if (checksums && checksums->size() != file.shape(0)) {
-        throw SourceError("FileSource: there must be one checksum per expert.");
-    }
-    const py::gil_scoped_release release;
-    return std::make_shared<FileSource>(std::move(pieces));
-}
-
-// A whole slab into a writable buffer of at least as many bytes.
-void read_slab(Source& source, ExpertId expert, const py::buffer& buffer) {
-    const py::buffer_info info = buffer.request(true);
-    if (expert < 0 || expert >= source.experts() || info.size * info.itemsize < source.slab_bytes()) {
-        throw SourceError("read: expert " + std::to_string(expert) + " of " +
-                          std::to_string(source.experts()) + " into a buffer of " +
-                          std::to_string(info.size * info.itemsize) + " bytes; a slab has " +
-                          std::to_string(source.slab_bytes()) + ".");
-    }
-    const py::gil_scoped_release release;
-    try {
-        source.read(expert, 0, source.slab_bytes(), static_cast<std::byte*>(info.ptr));
-    } catch (const CopyError& error) {
-        throw TransferError(error.what());
-    }
-}
-
-std::uint32_t checksum(const py::buffer& buffer, std::uint32_t start) {
-    const py::buffer_info info = buffer.request();
-    const std::span bytes(static_cast<const std::byte*>(info.ptr),
-                          static_cast<std::size_t>(info.size * info.itemsize));
-    const py::gil_scoped_release release;
-    return crc32c(bytes, start);
-}
-
-// Slots of one device in memory that Python owns.
-struct CpuArena {
-    Arena arena;
-    py::object keep_alive;
-};
-
 std::unique_ptr<Copier> make_copier(const py::handle& given, const std::shared_ptr<Source>& source,
-                                    std::int64_t slab_bytes, int slots) {
-    if (!py::isinstance<CpuArena>(given)) {
+                                    std::int64_t slab_bytes, int slots, std::int64_t chunk_bytes) {
+    if (!py::isinstance<PyArena>(given)) {
         throw SourceError("TransferEngine: " + std::string(py::repr(given)) + " is no arena.");
     }
-    const Arena& arena = given.cast<const CpuArena&>().arena;
+    const auto& [device, arena, keep_alive] = given.cast<const PyArena&>();
     if (arena.address == nullptr || arena.slab_bytes != slab_bytes || arena.slots < slots) {
         throw SourceError("TransferEngine: an arena has " + std::to_string(arena.slots) + " slots of " +
                           std::to_string(arena.slab_bytes) + " bytes; the core needs " +
                           std::to_string(slots) + " of " + std::to_string(slab_bytes) + ".");
     }
-    return std::make_unique<CpuCopier>(source, arena);
+    if (device < 0) {
+        return std::make_unique<CpuCopier>(source, arena);
+    }
+    return std::make_unique<CudaCopier>(cuda_runtime(), device, source, arena,
+                                        std::min(chunk_bytes, slab_bytes));
 }
 
 class PyEngine {
@@ -123,7 +62,7 @@ class PyEngine {
         for (const py::handle arena : arenas) {
             const int g = static_cast<int>(copiers.size());
             const int slots = g < c.devices ? std::min(c.slots_per_device, c.owned(g)) : 0;
-            copiers.push_back(make_copier(arena, source, c.expert_bytes, slots));
+            copiers.push_back(make_copier(arena, source, c.expert_bytes, slots, chunk_bytes));
         }
         engine_ = std::make_unique<Engine>(policy, std::move(copiers),
                                            EngineSettings{chunk_bytes, bandwidth.value_or(0.0), watchdog_s});
@@ -196,35 +135,6 @@ void bind_errors() {
     });
 }
 
-void bind_sources(py::module_& m) {
-    m.def("crc32c", &checksum, py::arg("buffer"), py::arg("start") = 0,
-          "CRC-32C of a buffer's bytes; `start`: the checksum of what comes before them.");
-
-    py::class_<Source, std::shared_ptr<Source>>(m, "Source")
-        .def_property_readonly("experts", &Source::experts)
-        .def_property_readonly("slab_bytes", &Source::slab_bytes)
-        .def("read", &read_slab, py::arg("expert"), py::arg("buffer"),
-             "Reads an expert's slab into a writable buffer; no engine may be loading that expert.");
-    py::class_<FileSource, Source, std::shared_ptr<FileSource>>(m, "FileSource")
-        .def(py::init(&make_file_source), py::arg("paths"), py::arg("file"), py::arg("offset"),
-             py::arg("length"), py::arg("place"), py::arg("checksums") = py::none(),
-             py::arg("direct") = false, py::arg("slab_bytes") = 0)
-        .def_property_readonly("verified", &FileSource::verified);
-    py::class_<HostSource, Source, std::shared_ptr<HostSource>>(m, "HostSource")
-        .def(py::init([](std::uintptr_t address, int experts, std::int64_t slab_bytes, const py::object&,
-                         std::int64_t stride) {
-                 return std::make_shared<HostSource>(pointer(address), experts, slab_bytes,
-                                                     stride == 0 ? slab_bytes : stride);
-             }),
-             py::arg("address"), py::arg("experts"), py::arg("slab_bytes"), py::arg("keep_alive"),
-             py::arg("stride") = 0, py::keep_alive<1, 5>());
-    py::class_<CpuArena>(m, "CpuArena")
-        .def(py::init([](std::uintptr_t address, int slots, std::int64_t slab_bytes, py::object keep_alive) {
-                 return CpuArena{{pointer(address), slots, slab_bytes}, std::move(keep_alive)};
-             }),
-             py::arg("address"), py::arg("slots"), py::arg("slab_bytes"), py::arg("keep_alive"));
-}
-
 void bind_engine(py::module_& m) {
     py::class_<PyEngine>(m, "TransferEngine")
         .def(py::init<const py::object&, const std::shared_ptr<Source>&, const py::list&, std::int64_t,
@@ -269,7 +179,7 @@ void bind_engine(py::module_& m) {
 
 void bind_transfer(py::module_& m) {
     bind_errors();
-    bind_sources(m);
+    bind_memory(m);
     bind_engine(m);
 }
 

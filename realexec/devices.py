@@ -50,7 +50,7 @@ def make_arenas(layout: ExpertLayout, options: Options, devices: list[torch.devi
             arenas.append(Arena(layout, slots, device))
         except RuntimeError as error:  # also torch.OutOfMemoryError
             raise CapacityError(
-                f"{device}: {slots} expert slots of {bytes_text(layout.slab_bytes)} each cannot be allocated. "
+                f"{device}: {slots} expert slots of {bytes_text(layout.slab_bytes)} cannot be allocated. "
                 "Give a smaller expert_cache."
             ) from error
     return arenas

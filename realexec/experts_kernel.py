@@ -2,13 +2,14 @@
 
 Each expert's tokens are one matrix product of their own, whatever else is computed with it, and every
 (token, k) output goes into a buffer that is summed over k once, in `grouped_mm`'s order. So the bits depend
-neither on the slot of an expert nor on how a layer is cut into chunks.
+neither on the slot of an expert nor on how a layer is cut into chunks. On the CPU that takes one thing more:
+vector instructions and the loop's rest round differently, so an activation is always applied to all rows of
+the layer, of which those that are not computed yet mean nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +17,6 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from .expert_layout import ExpertLayout
 
 
@@ -40,51 +39,64 @@ class Arena:
             )
             for p in layout.parameters
         }
-        #: by matrix and slot: views made once, because making one takes as long as a small product
-        self.matrices = {name: list(value) for name, value in self.parameters.items() if value.ndim == 3}
-        self.columns = {name: [m.T for m in value] for name, value in self.matrices.items()}
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """The n = tokens · K (token, k) pairs of a layer, sorted by expert.
+def runs_of(starts: list[int], experts: Iterable[int], slots: Iterable[int]) -> list[Run]:
+    """Where these experts, which lie in `slots`, have their pairs; none for those that nobody chose.
 
-    `order` [n]: position of each sorted pair among all; `starts` [J + 1]: where each expert's pairs begin.
+    starts [J + 1]: where each expert's pairs begin, once all are sorted by expert.
     """
-
-    order: NDArray[np.int64]
-    starts: list[int]
-
-    @classmethod
-    def of(cls, chosen: NDArray[np.int64], counts: NDArray[np.int64]) -> Pairs:
-        """Of the experts chosen [tokens, K], whose `counts` [J] are known."""
-        return cls(np.argsort(chosen.reshape(-1), kind="stable"), [0, *np.cumsum(counts).tolist()])
-
-    def runs(self, experts: Iterable[int], slots: Iterable[int]) -> list[Run]:
-        """Where these experts, which lie in `slots`, have their pairs; none for those that nobody chose."""
-        starts = self.starts
-        return [
-            (slot, starts[j], starts[j + 1])
-            for j, slot in zip(experts, slots, strict=True)
-            if starts[j + 1] > starts[j]
-        ]
+    return [
+        (slot, starts[j], starts[j + 1])
+        for j, slot in zip(experts, slots, strict=True)
+        if starts[j + 1] > starts[j]
+    ]
 
 
-def expert_outputs(experts: Any, arena: Arena, inputs: Tensor, runs: list[Run]) -> Tensor:
-    """Outputs [n, H] of the pairs with hidden states `inputs` [n, H]: one run after another makes up all of
-    them. On a GPU runs are in order of their slots."""
-    slots, ends = [slot for slot, _, _ in runs], []
-    at = 0
-    for _, start, end in runs:
-        at += end - start
-        ends.append(at)
-    first = "gate_up_proj" if experts.has_gate else "up_proj"
-    inner = _linear(experts, arena, first, inputs, slots, ends)
-    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-    outputs = _linear(experts, arena, "down_proj", inner, slots, ends)
-    if getattr(experts, "has_post_expert_norm", False):
-        outputs = experts.post_expert_norm(outputs)
-    return outputs
+class LayerOutputs:
+    """Outputs [n, H] of the sorted pairs of a layer, in parts, from their hidden states `inputs` [n, H]."""
+
+    def __init__(self, experts: Any, inputs: Tensor) -> None:
+        self._experts = experts
+        self._inputs = inputs
+        self._first = "gate_up_proj" if experts.has_gate else "up_proj"
+        self._inner: Tensor | None = None
+        self._outputs: Tensor | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """All of them, once every run has been computed."""
+        assert self._outputs is not None
+        return self._outputs
+
+    def compute(self, arena: Arena, runs: list[Run]) -> None:
+        """The outputs of these runs, with the weights in their slots."""
+        if arena.memory.is_cuda:
+            self._compute_there(arena, runs)
+        else:
+            self._compute_here(arena, runs)
+
+    def _compute_here(self, arena: Arena, runs: list[Run]) -> None:
+        self._inner = _products(self._experts, arena, self._first, self._inputs, runs, self._inner)
+        activated = self._activate(self._inner)
+        self._outputs = _products(self._experts, arena, "down_proj", activated, runs, self._outputs)
+
+    def _compute_there(self, arena: Arena, runs: list[Run]) -> None:
+        """On the arena's GPU, in order of the slots: all experts in one launch each way."""
+        runs = sorted(runs)
+        inputs, device = self._inputs, arena.memory.device
+        rows = torch.from_numpy(np.concatenate([np.arange(start, end) for _, start, end in runs]))
+        rows = rows.to(inputs.device, non_blocking=True)
+        inner = _grouped(self._experts, arena, self._first, inputs[rows].to(device), runs)
+        outputs = _grouped(self._experts, arena, "down_proj", self._activate(inner), runs)
+        if self._outputs is None:
+            self._outputs = torch.empty(inputs.shape, dtype=outputs.dtype, device=inputs.device)
+        self._outputs[rows] = outputs.to(inputs.device)
+
+    def _activate(self, inner: Tensor) -> Tensor:
+        experts = self._experts
+        activated: Tensor = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+        return activated
 
 
 def combine(outputs: Tensor, weights: Tensor, order: Tensor, like: Tensor) -> Tensor:
@@ -95,34 +107,42 @@ def combine(outputs: Tensor, weights: Tensor, order: Tensor, like: Tensor) -> Te
     return weighted.view(*weights.shape, -1).sum(dim=1).to(like.dtype)
 
 
-def _linear(
-    experts: Any, arena: Arena, name: str, inputs: Tensor, slots: list[int], ends: list[int]
+def _products(
+    experts: Any, arena: Arena, name: str, inputs: Tensor, runs: list[Run], into: Tensor | None
 ) -> Tensor:
-    weight = arena.parameters[name]
+    """The matrix products of these runs on the CPU, in their rows of `into`, which is made where it is None.
+
+    A product at a time: a group costs time there even where it is empty, and there are as many as slots.
+    """
+    weight = _weight(experts, arena, name)
     inputs = inputs.to(weight.dtype)
-    if weight.is_cuda:
-        outputs = _grouped(weight if experts.is_transposed else weight.transpose(-2, -1), inputs, slots, ends)
-    else:
-        matrices = (arena.matrices if experts.is_transposed else arena.columns)[name]
-        outputs = inputs.new_empty(len(inputs), matrices[0].shape[1])
-        start = 0
-        for slot, end in zip(slots, ends, strict=True):
-            torch.mm(inputs[start:end], matrices[slot], out=outputs[start:end])
-            start = end
-    if experts.has_bias:
-        bias = arena.parameters[f"{name}_bias"]
-        lengths = np.diff(ends, prepend=0)
-        rows = torch.from_numpy(np.repeat(np.array(slots, np.int64), lengths)).to(bias.device)
-        outputs.add_(bias[rows])
+    outputs = inputs.new_zeros(len(inputs), weight.shape[-1]) if into is None else into
+    for slot, start, end in runs:
+        length = torch.tensor([end - start], dtype=torch.int32)
+        part = torch.nn.functional.grouped_mm(inputs[start:end], weight[slot : slot + 1], offs=length)
+        if experts.has_bias:
+            part.add_(arena.parameters[f"{name}_bias"][slot])
+        outputs[start:end] = part
     return outputs
 
 
-def _grouped(weight: Tensor, inputs: Tensor, slots: list[int], ends: list[int]) -> Tensor:
-    """One launch for all slots; those not named have no rows. `slots` ascend."""
+def _grouped(experts: Any, arena: Arena, name: str, inputs: Tensor, runs: list[Run]) -> Tensor:
+    """One launch for all slots of a GPU; those without a run have no rows. Runs are in order of slots."""
+    weight = _weight(experts, arena, name)
     lengths = np.zeros(len(weight), np.int32)
-    lengths[slots] = np.diff(ends, prepend=0)
+    lengths[[slot for slot, _, _ in runs]] = [end - start for _, start, end in runs]
     offsets = torch.from_numpy(np.cumsum(lengths, dtype=np.int32)).to(weight.device, non_blocking=True)
-    return torch.nn.functional.grouped_mm(inputs, weight, offs=offsets)
+    outputs = torch.nn.functional.grouped_mm(inputs.to(weight.dtype), weight, offs=offsets)
+    if experts.has_bias:
+        slots = torch.from_numpy(np.repeat(np.arange(len(weight)), lengths)).to(weight.device)
+        outputs.add_(arena.parameters[f"{name}_bias"][slots])
+    return outputs
+
+
+def _weight(experts: Any, arena: Arena, name: str) -> Tensor:
+    """[slots, in, out]"""
+    weight = arena.parameters[name]
+    return weight if experts.is_transposed else weight.transpose(-2, -1)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -205,11 +205,11 @@ def _probe(family: str, layer: MoeLayer, hidden_size: int, form: RouterForm) -> 
     router, kind = layer.router, type(layer.router).__name__
     num_experts = int(layer.experts.down_proj.shape[0])
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(_PROBES, hidden_size, generator=generator)
+    hidden = torch.randn(_PROBES, hidden_size, generator=generator, dtype=torch.float32)
     tensors = {
-        name: torch.randn(p.shape, generator=generator) * p.shape[-1] ** -0.5
+        name: torch.randn(p.shape, generator=generator, dtype=torch.float32) * p.shape[-1] ** -0.5
         if p.ndim > 1
-        else torch.ones(p.shape)
+        else torch.ones(p.shape, dtype=torch.float32)
         for name, p in router.named_parameters()
     }
     tensors |= {name: torch.zeros(b.shape, dtype=b.dtype) for name, b in router.named_buffers()}

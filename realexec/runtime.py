@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import FineMoEError
 from ..policy.core import CHUNK_OPEN, FORWARD_PENDING, PREFETCH_OPEN
-from .experts_kernel import Arena, Pairs, combine, expert_outputs
+from .experts_kernel import Arena, LayerOutputs, combine, runs_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -204,9 +204,10 @@ class Runtime:
                 self.observer.speculated(layer, target, guessed)
         self.times.policy_s += time.perf_counter() - began_s
         self._wait_searches(mask)
-        pairs = Pairs.of(ids, counts)
-        order = torch.from_numpy(pairs.order).to(hidden.device)
-        outputs = self._in_parts(layer, experts, hidden[order // chosen.shape[-1]], pairs)
+        # The order within an expert is transformers' own: a product's rows round by where they stand.
+        order = torch.sort(chosen.reshape(-1))[1]
+        starts = [0, *np.cumsum(counts).tolist()]
+        outputs = self._in_parts(layer, experts, hidden[order // chosen.shape[-1]], starts)
         combined = combine(outputs, weights, order, hidden)
         return combined if kept is None else torch.zeros_like(padded).index_copy_(0, kept, combined)
 
@@ -235,32 +236,20 @@ class Runtime:
 
     # A layer's parts.
 
-    def _in_parts(self, layer: int, experts: Any, inputs: Tensor, pairs: Pairs) -> Tensor:
+    def _in_parts(self, layer: int, experts: Any, inputs: Tensor, starts: list[int]) -> Tensor:
         """Outputs [n, H] of the sorted pairs: chunk by chunk, or as experts become resident."""
-        outputs: Tensor | None = None
+        outputs = LayerOutputs(experts, inputs)
         mask = CHUNK_OPEN
         while mask & CHUNK_OPEN:
             members, slots = self._resident()
             for device, arena in enumerate(self.arenas):
-                runs = pairs.runs(*self._on(device, layer, members, slots))
-                if not runs:
-                    continue
-                if sum(end - start for _, start, end in runs) == len(inputs) and not inputs.is_cuda:
-                    outputs = expert_outputs(experts, arena, inputs, runs)  # all of them, in order
-                    continue
-                runs.sort()
-                rows = torch.from_numpy(np.concatenate([np.arange(start, end) for _, start, end in runs]))
-                rows = rows.to(inputs.device)
-                part = expert_outputs(experts, arena, inputs[rows].to(arena.memory.device), runs)
-                if outputs is None:
-                    outputs = torch.empty(inputs.shape, dtype=part.dtype, device=inputs.device)
-                outputs[rows] = part.to(inputs.device)
+                runs = runs_of(starts, *self._on(device, layer, members, slots))
+                if runs:
+                    outputs.compute(arena, runs)
             mask = self._computed(layer, members)
         if mask & PREFETCH_OPEN:
             self.times.search_wait_s += self.engine.wait_prefetches()
-        if outputs is None:  # no tokens at all
-            raise FineMoEError(f"MoE layer {layer} was given no tokens.")
-        return outputs
+        return outputs.values
 
     def _resident(self) -> tuple[list[int], list[int]]:
         """Experts to compute now, by id, and the slots that they lie in."""

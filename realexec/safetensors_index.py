@@ -121,7 +121,7 @@ def _place(path: Path, number: int, name: str, entry: Any, data: int, size: int)
         raise SettingError(f"{path}: tensor {name} has a damaged entry in the header. Copy the file again.")
     if data + end > size:
         raise SettingError(
-            f"{path} is truncated: tensor {name} ends at byte {data + end}, the file at {size}. Copy it again."
+            f"{path} is truncated: {name} ends at byte {data + end}, the file at {size}. Copy it again."
         )
     return TensorPlace(number, data + begin, end - begin, dtype, shape)
 

@@ -127,6 +127,8 @@ def _describe(model: Any) -> Skeleton:
                 f"{moe.family} models are not supported: transformers lets no other function compute their "
                 "experts. Take another model."
             )
+    if any(getattr(module, "has_post_expert_norm", False) for module in experts):
+        raise SettingError(f"{moe.family} models are not supported: their experts have a norm of their own.")
     shapes = [
         {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)} for module in experts
     ]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Minutes of work: the tests marked long, then the core between threads and the tests of the core under the address,
-# undefined-behaviour and thread sanitizers.
+# Minutes of work: the tests marked long, then the core and the transfer engine between threads, and the tests of the core,
+# under the address, undefined-behaviour and thread sanitizers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
@@ -18,6 +18,7 @@ build() { # FOLDER SANITIZERS
         --force-reinstall --config-settings build-dir="$1/cmake" --config-settings "cmake.define.FINEMOE_SANITIZE=$2" \
         --config-settings cmake.define.FINEMOE_STRESS=ON .
     "$1/cmake/core_stress"
+    "$1/cmake/transfer_stress"
 }
 
 # The interpreter is not instrumented, so the run-time library comes first.

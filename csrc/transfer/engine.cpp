@@ -129,8 +129,10 @@ double Engine::wait_prefetches(const Poll& poll) {
 std::vector<ExpertId> Engine::wait_ready(const Poll& poll) {
     std::vector<ExpertId> ready;
     wait("an expert of the current chunk", poll, [&] {
+        const bool all =
+            core_.chunk_resident();  // asked first: the last one may arrive between the questions
         ready = core_.chunk_ready();
-        return !ready.empty() || core_.chunk_resident();
+        return all || !ready.empty();
     });
     return ready;
 }

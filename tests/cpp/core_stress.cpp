@@ -12,141 +12,6 @@ namespace finemoe::stress {
 
 namespace {
 
-constexpr int kBatch = 2;
-
-CoreConfig small() {
-    CoreConfig c;
-    c.layers = 6;
-    c.experts = 8;
-    c.top_k = 2;
-    c.devices = 2;
-    c.slots_per_device = 6;
-    c.expert_bytes = 64;
-    c.prefetch_distance = 2;
-    c.store_capacity = 12;
-    c.embedding_width = 8;
-    c.embedding_work = 8;
-    return c;
-}
-
-CoreConfig maps() {
-    CoreConfig c = small();
-    c.predictor = PredictorKind::map;
-    c.semantic = c.trajectory = true;
-    c.eviction = EvictionKind::finemoe;
-    return c;
-}
-
-std::vector<Scenario> scenarios() {
-    std::vector<Scenario> all{{"finemoe", maps()}, {"lru", small()}};
-    Scenario s{"finemoe, two slots, all devices pause", maps()};
-    s.config.slots_per_device = 2;
-    s.config.preempt_scope = PreemptScope::all;
-    s.config.rank_prefill_by_tokens = true;
-    s.config.frequency = FrequencyRule::residency;
-    s.config.frequency_decay = 0.9;
-    all.push_back(s);
-    s = {"finemoe, one slot, as ready", maps(), true};
-    s.config.slots_per_device = 1;
-    all.push_back(s);
-    s = {"searches block", maps()};
-    s.config.search_blocks = true;
-    s.config.eviction = EvictionKind::lfu;
-    all.push_back(s);
-    s = {"lfu, as ready", small(), true};
-    s.config.eviction = EvictionKind::lfu;
-    all.push_back(s);
-    s = {"whole layers", small()};
-    s.config.load_shape = LoadShape::layer;
-    all.push_back(s);
-    s = {"no-offload", small()};
-    s.config.slots_per_device = 24;
-    s.preload.resize(48);
-    std::iota(s.preload.begin(), s.preload.end(), 0);
-    all.push_back(s);
-    s = {"static", small()};
-    s.preload = {0, 3, 6, 9, 17, 20, 41};
-    all.push_back(s);
-    s = {"lfru", small()};
-    s.config.eviction = EvictionKind::lfru;
-    all.push_back(s);
-    s = {"moe-infinity", small()};
-    s.config.predictor = PredictorKind::activation;
-    s.config.eviction = EvictionKind::activation;
-    s.config.targets = Targets::later;
-    s.config.selector = Selector::positive;
-    s.config.priority = Priority::depth;
-    s.config.popular_start = s.config.search_blocks = true;
-    all.push_back(s);
-    s = {"hit-count, failing loads", small(), true, 0.1};
-    s.config.predictor = PredictorKind::activation;
-    s.config.selector = Selector::top_k;
-    all.push_back(s);
-    s = {"mixtral-offloading", small()};
-    s.config.predictor = PredictorKind::speculate;
-    s.config.layer_quota = 1;
-    s.config.prefetch_blocks = true;
-    all.push_back(s);
-    s = {"promoe", small(), true};
-    s.config.predictor = PredictorKind::speculate;
-    s.config.priority = Priority::layer;
-    all.push_back(s);
-    s = {"speculate", small()};
-    s.config.predictor = PredictorKind::speculate;
-    all.push_back(s);
-    s = {"oracle", small(), true};
-    s.config.predictor = PredictorKind::oracle;
-    s.config.eviction = EvictionKind::belady;
-    all.push_back(s);
-    all.push_back({"failing loads", maps(), false, 0.2});
-    all.push_back({"failing loads, as ready", maps(), true, 0.2});
-    all.push_back({"a lost expert", maps(), false, 0.0, 11});
-    return all;
-}
-
-// What one layer of one iteration requires. Requests stay with their topic for some iterations.
-struct Routing {
-    std::vector<std::uint16_t> probabilities;  // f16 [kBatch, J]
-    std::vector<int> experts, token_counts;
-    std::vector<std::int32_t> row_counts;  // [kBatch, J]
-};
-
-Routing route(const CoreConfig& c, std::uint64_t seed, std::int64_t iteration, int layer, bool prefill) {
-    std::mt19937_64 random(seed * 1000003 + static_cast<std::uint64_t>(iteration * c.layers + layer));
-    Routing routing;
-    std::vector<int> tokens(static_cast<std::size_t>(c.experts));
-    for (int row = 0; row < kBatch; ++row) {
-        const auto topic = static_cast<std::uint64_t>(iteration / 5 + 17 * row);
-        std::vector<float> p(static_cast<std::size_t>(c.experts));
-        for (float& value : p) {
-            value = std::uniform_real_distribution(0.05F, 1.0F)(random);
-        }
-        p[(topic * 5 + static_cast<std::uint64_t>(layer)) % p.size()] += 1.0F;
-        const float sum = std::accumulate(p.begin(), p.end(), 0.0F);
-        std::vector<int> order(p.size());
-        std::iota(order.begin(), order.end(), 0);
-        std::sort(order.begin(), order.end(), [&](int a, int b) {
-            return p[static_cast<std::size_t>(a)] > p[static_cast<std::size_t>(b)];
-        });
-        std::vector<std::int32_t> of_row(p.size());
-        for (int i = 0; i < (prefill ? 3 * c.top_k : c.top_k); ++i) {
-            ++tokens[static_cast<std::size_t>(order[static_cast<std::size_t>(i)])];
-            ++of_row[static_cast<std::size_t>(order[static_cast<std::size_t>(i)])];
-        }
-        routing.row_counts.insert(routing.row_counts.end(), of_row.begin(), of_row.end());
-        for (const float value : p) {
-            routing.probabilities.push_back(float_to_half(value / sum));
-        }
-    }
-    for (int j = 0; j < c.experts; ++j) {
-        if (tokens[static_cast<std::size_t>(j)] > 0) {
-            routing.experts.push_back(j);
-            routing.token_counts.push_back(tokens[static_cast<std::size_t>(j)]);
-        }
-    }
-    return routing;
-}
-
 class ForwardPass {
   public:
     ForwardPass(World& world, const Scenario& scenario, std::uint64_t seed)
@@ -154,20 +19,12 @@ class ForwardPass {
 
     // False where the core gave up an expert, as one scenario wants it to.
     bool iterate(std::int64_t iteration) {
-        const bool prefill = iteration % 7 == 0;
+        const bool prefill = is_prefill(iteration);
         if (c_.predictor == PredictorKind::oracle) {
-            foresee(iteration);
+            act([&] { return world_.core.foresight(iteration * c_.layers, foreseen(c_, seed_, iteration)); });
         }
-        std::vector<std::uint16_t> embeddings;
-        std::vector<Row> rows;
-        for (int row = 0; row < kBatch; ++row) {
-            rows.push_back(
-                {row, prefill ? Phase::prefill : Phase::decode, prefill ? 3 : 1, random_() % 8 != 0});
-            for (int i = 0; i < c_.embedding_width; ++i) {
-                embeddings.push_back(float_to_half(std::uniform_real_distribution(-1.0F, 1.0F)(random_)));
-            }
-        }
-        if (!act([&] { return world_.core.begin_iteration(rows, embeddings); })) {
+        const Opening opening = open_iteration(c_, iteration, random_);
+        if (!act([&] { return world_.core.begin_iteration(opening.rows, opening.embeddings); })) {
             return false;
         }
         for (int layer = 0; layer < c_.layers; ++layer) {
@@ -187,11 +44,7 @@ class ForwardPass {
                 return false;
             }
         }
-        const bool last = iteration % 7 == 6;
-        return act([&] {
-            return world_.core.end_iteration(
-                0.0, last ? std::vector<std::int64_t>{0, 1} : std::vector<std::int64_t>{});
-        });
+        return act([&] { return world_.core.end_iteration(0.0, finished(iteration)); });
     }
 
     std::int64_t activated() const { return activated_; }
@@ -267,19 +120,6 @@ class ForwardPass {
             }
         }
         return true;
-    }
-
-    void foresee(std::int64_t iteration) {
-        std::vector<std::vector<ExpertId>> required;
-        for (std::int64_t i = iteration; i < iteration + 2; ++i) {
-            for (int layer = 0; layer < c_.layers; ++layer) {
-                required.emplace_back();
-                for (const int j : route(c_, seed_, i, layer, i % 7 == 0).experts) {
-                    required.back().push_back(layer * c_.experts + j);
-                }
-            }
-        }
-        act([&] { return world_.core.foresight(iteration * c_.layers, required); });
     }
 
     World& world_;

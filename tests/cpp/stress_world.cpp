@@ -20,20 +20,6 @@ std::uint8_t weight(ExpertId expert, std::int64_t byte) {
 
 }  // namespace
 
-void fail(const std::string& scenario, const std::string& problem) {
-    std::fprintf(stderr, "core_stress: %s: %s\n", scenario.c_str(), problem.c_str());
-    std::_Exit(1);
-}
-
-void dawdle(std::mt19937_64& random) {
-    const auto choice = random() % 16;
-    if (choice == 0) {
-        std::this_thread::sleep_for(std::chrono::microseconds(random() % 50));
-    } else if (choice < 6) {
-        std::this_thread::yield();
-    }
-}
-
 World::World(const Scenario& scenario, std::uint64_t seed)
     : core(scenario.config, -1),
       scenario_(scenario),

@@ -12,20 +12,9 @@
 #include <vector>
 
 #include "core.hpp"
+#include "stress_scenarios.hpp"
 
 namespace finemoe::stress {
-
-struct Scenario {
-    std::string name;
-    CoreConfig config;
-    bool as_ready = false;         // compute what is there while the rest of the chunk loads
-    double failure_rate = 0.0;     // of loads; never three in a row of one expert
-    ExpertId lost_expert = kNone;  // its loads always fail: the run ends with Abort
-    std::vector<ExpertId> preload = {};
-};
-
-// Prints what is broken and ends the process.
-[[noreturn]] void fail(const std::string& scenario, const std::string& problem);
 
 // A wake-up that orders nothing: relaxed, so that it hides no missing lock in the core.
 class Signal {
@@ -37,9 +26,6 @@ class Signal {
   private:
     std::atomic<bool> raised_{false};
 };
-
-// Lets the other threads go first, for a random while.
-void dawdle(std::mt19937_64& random);
 
 class World {
   public:
