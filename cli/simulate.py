@@ -80,6 +80,10 @@ def simulate_command(
     bandwidth_limit: Annotated[
         Text, _option("Real backends: at most so much per device, to be slow repeatably.", "2GB/s")
     ] = None,
+    replay: Annotated[
+        Path | None,
+        _option("Simulate a real run's recorded iterations, and show where decisions differ.", "RESULTS"),
+    ] = None,
     num_requests: Annotated[Text, _option("Requests taken from the trace. [256]", "N|all")] = None,
     start: Annotated[Text, _option("Requests left out at the beginning of the trace. [0]", "N")] = None,
     sample: Annotated[Text, _option("Draw this many of these requests at random.", "N")] = None,
@@ -173,6 +177,13 @@ def simulate_command(
         "seed": seed,
         "decisions": decisions,
     }
+    if replay is not None:
+        from .against import print_against
+
+        if config is not None or output is not None or dry_run:
+            raise typer.BadParameter("--replay takes no --config, --output and --dry-run")
+        print_against(replay, options, as_json=as_json)
+        return
     _simulate(options, config, output, as_json=as_json, dry_run=dry_run, quiet=quiet)
 
 

@@ -17,8 +17,8 @@ _ATTENTION = {"full_attention", "sliding_attention"}
 
 
 class BatchForward:
-    """The running requests of a model of `load_model`: `prefill` adds some, `decode` steps all, `finish` drops
-    one."""
+    """The running requests of a model of `load_model`: `prefill` adds some, `decode` steps all, `finish`
+    drops one."""
 
     def __init__(self, model: Any, most_rows: int) -> None:
         config = model.config.get_text_config()
