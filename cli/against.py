@@ -45,7 +45,7 @@ def print_against(results: Path, options: Mapping[str, object], *, as_json: bool
     console().print(_table(cells))
     print("Same gates and same batches in both: what differs is when loads and searches ended.")
     for cell in cells:
-        _print_first(cell.name, cell.comparison)
+        _print_differences(cell.name, cell.comparison)
 
 
 def _table(cells: list[CellAgainst]) -> Table:
@@ -82,17 +82,15 @@ def _table(cells: list[CellAgainst]) -> Table:
     return table
 
 
-def _print_first(name: str, found: Comparison) -> None:
-    print()
-    first = found.first
-    if first is None:
-        print(f"{name}: no decision differs")
-        return
-    place = "before its first gate" if first.layer < 0 else f"layer {first.layer}"
-    print(f"{name}: first difference in iteration {first.iteration}, {place}: {first.what}")
-    print(f"  recorded   {first.recorded}")
-    print(f"  simulated  {first.simulated}")
-    print(f"  why        {first.why}")
-    for world, lines in (("recorded", first.recorded_before), ("simulated", first.simulated_before)):
-        for line in lines:
-            print(f"  {world:<9}  {line}")
+def _print_differences(name: str, found: Comparison) -> None:
+    if not found.differences:
+        print(f"\n{name}: no decision differs")
+    for first in found.differences:
+        place = "before its first gate" if first.layer < 0 else f"layer {first.layer}"
+        print(f"\n{name}: first difference in iteration {first.iteration}, {place}: {first.what}")
+        print(f"  recorded   {first.recorded}")
+        print(f"  simulated  {first.simulated}")
+        print(f"  why        {first.why}")
+        for world, lines in (("recorded", first.recorded_before), ("simulated", first.simulated_before)):
+            for line in lines:
+                print(f"  {world:<9}  {line}")

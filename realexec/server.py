@@ -61,7 +61,7 @@ class CellServer:
         self._counting = False
         self._compute_s = 0.0
         self._reported_s = -_PROGRESS_EVERY_S
-        self._began_s = self._runtime.engine.now()
+        self._began_s: float = self._runtime.engine.now()
         self._before = self._reading()
 
     @property

@@ -81,7 +81,7 @@ class Comparison:
     simulated_hit_rate: float | None
     recorded_loads: int
     simulated_loads: int
-    first: Difference | None
+    differences: tuple[Difference, ...]  # the first lookup and the first load that differ, in their order
 
 
 def told_by(rows: LogRows) -> Told:
@@ -130,7 +130,7 @@ def compare(recorded: Told, simulated: Told) -> Comparison:
         simulated_hit_rate=simulated.hit_rate,
         recorded_loads=sum(map(len, recorded.loads.values())),
         simulated_loads=sum(map(len, simulated.loads.values())),
-        first=_first(recorded, simulated, pairs),
+        differences=_differences(recorded, simulated, pairs),
     )
 
 
@@ -138,12 +138,15 @@ def _found(lookup: Lookup) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return lookup.hits, lookup.late
 
 
-def _first(recorded: Told, simulated: Told, pairs: Sequence[tuple[Lookup, Lookup]]) -> Difference | None:
+def _differences(
+    recorded: Told, simulated: Told, pairs: Sequence[tuple[Lookup, Lookup]]
+) -> tuple[Difference, ...]:
     found: list[tuple[tuple[int, int, int], Difference]] = []
     for one, other in pairs:
         if _found(one) != _found(other):
             found.append(((one.iteration, one.layer, 1), _lookup_difference(recorded, simulated, one, other)))
             break
+    loads: list[tuple[tuple[int, int, int], Difference]] = []
     for device in sorted(recorded.loads.keys() | simulated.loads.keys()):
         mine, theirs = recorded.loads.get(device, ()), simulated.loads.get(device, ())
         same = min(len(mine), len(theirs))
@@ -153,8 +156,9 @@ def _first(recorded: Told, simulated: Told, pairs: Sequence[tuple[Lookup, Lookup
             place = a or b
             assert place is not None
             key = (place.iteration, place.layer, 0)
-            found.append((key, _load_difference(recorded, simulated, device, a, b)))
-    return min(found, key=lambda item: item[0])[1] if found else None
+            loads.append((key, _load_difference(recorded, simulated, device, a, b)))
+    found += [min(loads, key=lambda item: item[0])] if loads else []
+    return tuple(difference for _, difference in sorted(found, key=lambda item: item[0]))
 
 
 def _lookup_difference(recorded: Told, simulated: Told, one: Lookup, other: Lookup) -> Difference:
