@@ -20,7 +20,7 @@ from .handle import Handle
 from .hooks import attach
 from .runnable import why_not
 from .safetensors_index import read_index
-from .skeleton import inspect, load_skeleton, read_config, renaming
+from .skeleton import Skeleton, inspect, load_skeleton, read_config, renaming
 from .sources import file_source, host_source
 
 if TYPE_CHECKING:
@@ -76,9 +76,7 @@ def load_model(
         raise SettingError(f"source is {source!r}. Give 'file' or 'host'.")
     devices = parse_devices(device)
     config = read_config(folder)
-    whole = inspect(config)
-    index = read_index(folder)
-    layout = expert_layout(index, whole.blocks, whole.shapes, renaming(whole), whole.moe.family)
+    whole, layout = _experts_of(folder, config)
     options = _options(
         system,
         whole.moe,
@@ -112,6 +110,18 @@ def load_model(
     attach(skeleton.model, handle.runtime)
     skeleton.model.finemoe = handle
     return skeleton.model
+
+
+def layout_of(folder: str | Path) -> ExpertLayout:
+    """Where the experts of a checkpoint lie. Errors as of `load_model`; no weight is read."""
+    folder = Path(folder)
+    return _experts_of(folder, read_config(folder))[1]
+
+
+def _experts_of(folder: Path, config: Any) -> tuple[Skeleton, ExpertLayout]:
+    whole = inspect(config)
+    index = read_index(folder)
+    return whole, expert_layout(index, whole.blocks, whole.shapes, renaming(whole), whole.moe.family)
 
 
 def _options(
