@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FineMoEError
-from ..policy.core import CHUNK_OPEN, FORWARD_PENDING, PREFETCH_OPEN
+from ..policy.core import CHUNK_OPEN, FORWARD_PENDING, OUTBOXES, PREFETCH_OPEN
 from .experts_kernel import Arena, LayerOutputs, combine, runs_of
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Runtime:
         phase = "prefill" if batch.prefill else "decode"
         rows = [(r, phase, n, True) for r, n in zip(batch.requests, batch.lengths(), strict=True)]
         mask = self.core.begin_iteration(rows, batch.row_means(embedded), self.engine.now())
-        self.engine.notify(mask)
+        self._deliver(mask)
         self.times.policy_s += time.perf_counter() - began_s
         self._wait_searches(mask)
 
@@ -156,11 +156,11 @@ class Runtime:
             self.engine.now(),
             self._row_counts(batch, ids) if self._counts_rows else None,
         )
-        self.engine.notify(mask)
+        self._deliver(mask)
         for target in self._speculated[layer]:
             guessed = batch.row_means(self.moe.probabilities(self.moe.ask(target, self._hidden)))
             mask |= self.core.speculation(layer, target, guessed, self.engine.now())
-            self.engine.notify(mask)
+            self._deliver(mask)
         self.times.policy_s += time.perf_counter() - began_s
         self._wait_searches(mask)
         # The order within an expert is transformers' own: a product's rows round by where they stand.
@@ -186,7 +186,7 @@ class Runtime:
         began_s = time.perf_counter()
         mask = self.core.end_iteration(self.engine.now(), finished)
         self._open = None
-        self.engine.notify(mask)
+        self._deliver(mask)
         self.times.policy_s += time.perf_counter() - began_s
         self.times.iterations += 1
 
@@ -239,9 +239,14 @@ class Runtime:
                 stream = torch.cuda.current_stream(arena.memory.device).cuda_stream
                 self.engine.record_compute(device, stream)
         mask = self.core.computed(layer, members, self.engine.now())
-        self.engine.notify(mask)
+        self._deliver(mask)
         self.times.policy_s += time.perf_counter() - began_s
         return mask
+
+    def _deliver(self, mask: int) -> None:
+        """Let the workers carry out what an event asked for."""
+        if mask & OUTBOXES:
+            self.engine.notify(mask)
 
     def _wait_searches(self, mask: int) -> None:
         if mask & FORWARD_PENDING:
