@@ -25,7 +25,7 @@ import transformers
 from finemoe.realexec.gates import find_moe
 from finemoe.realexec.record import RecordProgress, RecordSettings, record_routing
 from finemoe.realexec.recorder import GateRecorder
-from finemoe.realexec.stock_model import load_stock
+from finemoe.realexec.stock_model import load_whole
 
 CONTEXT = 64
 REPEATS = 120
@@ -146,7 +146,7 @@ def main() -> None:
     print(f"{measure.machine()}, torch {torch.__version__}, transformers {transformers.__version__}")
     with tempfile.TemporaryDirectory() as folder:
         memory(Path(folder))
-    model = load_stock(Path(sys.argv[1]), "cpu", "float32").model if sys.argv[1:] else mixtral(8, 576, 1536)
+    model = load_whole(Path(sys.argv[1]), "cpu", "float32") if sys.argv[1:] else mixtral(8, 576, 1536)
     overheads(model)
 
 
