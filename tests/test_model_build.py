@@ -1,4 +1,4 @@
-"""`finemoe model build`: a tiny Llama becomes a Mixtral that transformers loads; so does SmolLM2, where it is."""
+"""`finemoe model build`: a tiny Llama becomes a Mixtral that transformers loads; so does the real SmolLM2."""
 
 from __future__ import annotations
 
