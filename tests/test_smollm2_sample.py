@@ -29,7 +29,8 @@ def test_what_was_recorded() -> None:
     assert sample.requests == len(prompts.read_text("utf-8").splitlines()) == 64
 
 
-def test_routing_has_mixtrals_mass_and_even_loads() -> None:
+def test_routing_is_peaked_and_even() -> None:
+    """The bounds are what docs/small-moe.md says of it."""
     sample = RoutingFile(ROUTING)
     chosen = np.zeros((30, 8))
     masses = []
@@ -43,8 +44,8 @@ def test_routing_has_mixtrals_mass_and_even_loads() -> None:
                 experts, counts = routing.required(iteration, layer)
                 chosen[layer, experts] += counts
     shares = chosen / chosen.sum(axis=1, keepdims=True)
-    assert np.nanmean(masses) == pytest.approx(0.8, abs=0.05)
-    assert shares.max() < 0.35
+    assert np.nanmean(masses) == pytest.approx(0.71, abs=0.01)
+    assert shares.max() < 0.25
 
 
 def test_the_simulator_runs_on_it(
