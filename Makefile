@@ -36,7 +36,7 @@ clean:
 	@touch $@
 
 .venv/dev.stamp: $(INSTALLED) build/installed-files
-	@scripts/install.sh dev
+	@scripts/install.sh dev,demo
 	@touch $@ .venv/run.stamp
 
 # An editable install knows the files that were there when it was made, and where: a file that comes or goes, or

@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
     if name in ("load_model", "serve"):
         from .realexec.extras import require
 
-        require(f"finemoe.{name}", "torch", "transformers", "safetensors")
+        require(f"finemoe.{name}", "torch", "transformers")
         from .realexec.load import load_model
         from .realexec.serve import serve
 

@@ -1,4 +1,4 @@
-"""`finemoe model`: make a real small Mixture-of-Experts model."""
+"""`finemoe model`: make a real small Mixture-of-Experts model, and guard a checkpoint's experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from .shell import help_without_command
 
 model_app = typer.Typer(
-    help="Make a real small Mixture-of-Experts model.",
+    help="Make a real small Mixture-of-Experts model; checksums of a checkpoint.",
     invoke_without_command=True,
     callback=help_without_command,
 )
@@ -79,6 +79,24 @@ def build_command(
         mean = sum(report.fit_errors) / len(report.fit_errors)
         print(f"slices        {mean:.0%} from the dense FFN's output on those tokens: expect broken language")
     print(f"took          {time.perf_counter() - began_s:,.0f} s")
+
+
+@model_app.command("checksum")
+def checksum_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint in safetensors.")],
+) -> None:
+    """Write finemoe-checksums.json: from then on a damaged expert is found when it is first read."""
+    from ..realexec.extras import require
+
+    require("finemoe model checksum", "torch", "transformers")
+    from ..realexec.checksums import write_checksums
+    from ..realexec.load import layout_of
+
+    layout = layout_of(folder)
+    experts = len(layout.file)
+    with _bar() as tell:
+        path = write_checksums(folder, layout, lambda expert: tell("reading experts", expert + 1, experts))
+    print(f"{path}: CRC-32C of {experts} experts of {layout.slab_bytes:,} bytes")
 
 
 @contextmanager

@@ -243,7 +243,7 @@ def _prepared(settings: RunSettings) -> tuple[Plan, Callable[[Path | None, OnPro
         return plan, lambda output, on_progress: run_plan(plan, output, on_progress)
     from ..realexec.extras import require
 
-    require(f"--backend {settings.backend}", "torch", "transformers", "safetensors")
+    require(f"--backend {settings.backend}", "torch", "transformers")
     from ..realexec.serve import run_plan as run_real_plan
     from ..realexec.serving_plan import make_plan as make_real_plan
 

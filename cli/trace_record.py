@@ -99,10 +99,9 @@ def _bar(max_new_tokens: int) -> Iterator[Callable[[RecordProgress], None]]:
         yield lambda _: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     began_s = 0.0
-    task: TaskID | None = None
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
@@ -112,12 +111,16 @@ def _bar(max_new_tokens: int) -> Iterator[Callable[[RecordProgress], None]]:
         console=Console(stderr=True),
         transient=True,
     ) as bar:
+        task = bar.add_task("loading the model", total=None, speed="")
+        loading = True
 
         def show(progress: RecordProgress) -> None:
-            nonlocal task, began_s
+            nonlocal task, loading, began_s
             # In tokens, as if each request made as many as it may: a request's end is a step to there.
             now = max_new_tokens * progress.finished + progress.running_tokens
-            if task is None:
+            if loading:
+                bar.remove_task(task)
+                loading = False
                 began_s = time.perf_counter()
                 total = max_new_tokens * progress.requests
                 task = bar.add_task("", total=total, completed=now, speed="")

@@ -86,11 +86,11 @@ class MoeModel:
 
     def logits(self, output: tuple[Tensor, ...]) -> Tensor:
         """What a router's forward returned for all J experts: [tokens, J]."""
-        return output[0].reshape(-1, self.num_experts)
+        return _ordered(output)[0].reshape(-1, self.num_experts)
 
     def chosen(self, output: tuple[Tensor, ...]) -> Tensor:
         """Ids of the experts that a router's forward chose: [tokens, K], in no order."""
-        return output[2].reshape(-1, self.top_k)
+        return _ordered(output)[2].reshape(-1, self.top_k)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """The gate's distribution over all J experts, fp32, of the same shape as `logits` [..., J].
@@ -150,6 +150,14 @@ def _routers(model: nn.Module, family: str) -> Iterator[tuple[str, nn.Module, nn
         for module in model.modules()
         for recorder in _as_list((getattr(module, "_can_record_outputs", None) or {}).get("router_logits"))
     }
+    if not recorders:  # before transformers 5.18, of some families
+        recorders = {
+            (type(module), None)
+            for block in model.modules()
+            if any(_packed(child) for child in block.children())
+            for module in block.children()
+            if type(module).__name__.endswith("Router")
+        }
     if not recorders:
         raise SettingError(
             f"{family} models have no routed experts (transformers knows no router of theirs). "
@@ -183,10 +191,22 @@ def _target(recorder: Any) -> tuple[Any, str | None]:
 
 def _experts(family: str, block: nn.Module, router: nn.Module) -> nn.Module:
     for module in block.modules():
-        down = getattr(module, "down_proj", None)
-        if isinstance(down, nn.Parameter) and down.ndim == 3:
+        if _packed(module):
             return module
     raise _unsupported(family, f"no experts packed into one tensor beside its {type(router).__name__}")
+
+
+def _packed(module: nn.Module) -> bool:
+    """Whether these are experts, packed into one tensor."""
+    down = getattr(module, "down_proj", None)
+    return isinstance(down, nn.Parameter) and down.ndim == 3
+
+
+def _ordered(output: Any) -> Any:
+    """(logits, weights, chosen experts) of a router; in transformers 5.17 some return them in reverse."""
+    if isinstance(output, tuple) and len(output) == 3 and not output[0].is_floating_point():
+        return output[::-1]
+    return output
 
 
 def _bias(form: RouterForm, num_experts: int, hidden: Tensor) -> tuple[Tensor, ...]:
@@ -200,7 +220,7 @@ def _shape(family: str, layer: MoeLayer, hidden_size: int, form: RouterForm) -> 
 
 
 def _probe(family: str, layer: MoeLayer, hidden_size: int, form: RouterForm) -> tuple[Tensor, Tensor, Tensor]:
-    """(logits, weights, chosen) of the router with random weights, for random tokens. Its own weights are not
+    """(logits, weights, chosen) of the router with random weights, for random tokens; its own are not
     touched, and may be on `meta`."""
     router, kind = layer.router, type(layer.router).__name__
     num_experts = int(layer.experts.down_proj.shape[0])
@@ -216,7 +236,9 @@ def _probe(family: str, layer: MoeLayer, hidden_size: int, form: RouterForm) -> 
     training = router.training
     router.eval()
     try:
-        output = torch.func.functional_call(router, tensors, (hidden, *_bias(form, num_experts, hidden)))
+        output = _ordered(
+            torch.func.functional_call(router, tensors, (hidden, *_bias(form, num_experts, hidden)))
+        )
     except (TypeError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise _unsupported(family, f"{kind} does not answer to hidden states alone ({reason})") from error

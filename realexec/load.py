@@ -166,6 +166,11 @@ def open_model(
     return skeleton.model
 
 
+def layout_of(folder: str | Path) -> ExpertLayout:
+    """Where the experts of a checkpoint lie. Errors as of `load_model`; no weight is read."""
+    return read_checkpoint(Path(folder)).layout
+
+
 def model_options(
     system: System, checkpoint: Checkpoint, devices: int, expert_cache: str, **settings: Any
 ) -> Options:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -19,7 +20,16 @@ from .generate import generate_recorded
 from .journal import Journal
 from .prompts import read_prompts, tokens_of
 from .recorder import GateRecorder
-from .stock_model import StockModel, check_device, check_folder, fingerprint, load_stock
+from .stock_model import (
+    check_device,
+    check_dtype,
+    check_folder,
+    end_tokens,
+    fingerprint,
+    load_outline,
+    load_tokenizer,
+    load_whole,
+)
 
 DEFAULT_DISTANCES = (1, 3)
 
@@ -66,6 +76,7 @@ class _Prompts:
 
     count: int
     given_ids: int
+    template: bool
     digest: str
 
 
@@ -79,14 +90,18 @@ def record_routing(
     used, before the first forward pass where it can be known by then.
     """
     _check(settings)
-    stock = load_stock(settings.model, settings.device, settings.dtype)
-    moe = find_moe(stock.model)
-    prompts = _first_reading(settings, stock)
-    meta = _meta(settings, stock, moe, prompts)
+    tokenizer = load_tokenizer(settings.model)
+    outline = load_outline(settings.model)
+    distances = _distances(settings, len(find_moe(outline).layers))
+    prompts = _first_reading(settings, tokenizer, outline.config.get_text_config())
+    model = load_whole(settings.model, settings.device, settings.dtype)
+    moe = find_moe(model)
+    meta = _meta(settings, model, moe, prompts, distances)
+    ends = end_tokens(model, tokenizer)
     batches = -(-prompts.count // settings.batch_size)
     with (
         Journal(settings.output, _arguments(settings, meta, prompts)) as journal,
-        GateRecorder(stock.model, moe, meta.speculation) as recorder,
+        GateRecorder(model, moe, distances) as recorder,
     ):
         sizes = [min(settings.batch_size, prompts.count - b * settings.batch_size) for b in range(batches)]
         missing = [b for b in range(batches) if not journal.has(b, sizes[b], meta)]
@@ -100,12 +115,10 @@ def record_routing(
             progress(RecordProgress(prompts.count, finished, made, running))
 
         count(0)
-        for batch, ids in enumerate(_batches(settings, stock)):
+        for batch, ids in enumerate(_batches(settings, tokenizer)):
             if batch not in missing:
                 continue
-            requests, _ = generate_recorded(
-                stock.model, recorder, ids, settings.max_new_tokens, stock.ends, count
-            )
+            requests, _ = generate_recorded(model, recorder, ids, settings.max_new_tokens, ends, count)
             journal.add(batch, requests, meta)
             finished += len(ids)
             running = 0
@@ -121,21 +134,33 @@ def _check(settings: RecordSettings) -> None:
             raise SettingError(f"{name} is {value}. Give 1 or more.")
     check_folder(settings.model)
     check_device(settings.device)
+    check_dtype(settings.dtype)
     check_replaceable(settings.output)
     if not settings.output.parent.is_dir():
         raise TraceError(settings.output, "its folder does not exist.", remedy="Make the folder first.")
     next(read_prompts(settings.prompts))
 
 
-def _first_reading(settings: RecordSettings, stock: StockModel) -> _Prompts:
-    """Count and check all prompts, so that none stops the recording later."""
-    config = stock.model.config.get_text_config()
+def _distances(settings: RecordSettings, layers: int) -> tuple[int, ...]:
+    distances = settings.distances
+    if distances is None:
+        return tuple(d for d in DEFAULT_DISTANCES if d < layers)
+    if any(not 1 <= d < layers for d in distances) or len(set(distances)) < len(distances):
+        raise SettingError(
+            f"--distances {','.join(map(str, distances))}: the model has {layers} MoE layers. "
+            f"Give different distances from 1 to {layers - 1}, or none."
+        )
+    return distances
+
+
+def _first_reading(settings: RecordSettings, tokenizer: Any, config: Any) -> _Prompts:
+    """Count and check all prompts, so that none stops the recording later. `config` is the text model's."""
     longest = getattr(config, "max_position_embeddings", None)
     count = given = 0
     for prompt in read_prompts(settings.prompts):
         count += 1
         given += bool(prompt.token_ids)
-        ids = tokens_of(prompt, stock.tokenizer, settings.prompts)
+        ids = tokens_of(prompt, tokenizer, settings.prompts)
         outside = [token for token in ids if not 0 <= token < config.vocab_size]
         place = f"row {prompt.row}"
         if outside:
@@ -153,42 +178,33 @@ def _first_reading(settings: RecordSettings, stock: StockModel) -> _Prompts:
                 remedy="Leave it out, shorten it, or lower --max-new-tokens.",
             )
     with settings.prompts.open("rb") as file:
-        return _Prompts(count, given, hashlib.file_digest(file, "sha256").hexdigest()[:16])
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    return _Prompts(count, given, bool(getattr(tokenizer, "chat_template", None)), digest)
 
 
-def _meta(settings: RecordSettings, stock: StockModel, moe: MoeModel, prompts: _Prompts) -> RoutingMeta:
-    layers = len(moe.layers)
-    distances = settings.distances
-    if distances is None:
-        distances = tuple(d for d in DEFAULT_DISTANCES if d < layers)
-    wrong = [d for d in distances if not 1 <= d < layers]
-    if wrong or len(set(distances)) < len(distances):
-        raise SettingError(
-            f"--distances {','.join(map(str, distances))}: the model has {layers} MoE layers. "
-            f"Give different distances from 1 to {layers - 1}, or none."
-        )
-    embedding = stock.model.get_input_embeddings().weight
+def _meta(
+    settings: RecordSettings, model: Any, moe: MoeModel, prompts: _Prompts, distances: tuple[int, ...]
+) -> RoutingMeta:
     text = prompts.count - prompts.given_ids
-    form = "chat template" if getattr(stock.tokenizer, "chat_template", None) else "no chat template"
-    kinds = [f"{form}: {text} prompts"] * (text > 0) + [f"token ids given: {prompts.given_ids} prompts"] * (
-        prompts.given_ids > 0
-    )
+    form = "chat template" if prompts.template else "no chat template"
+    kinds = [f"{form}: {text} prompts"] if text else []
+    kinds += [f"token ids given: {prompts.given_ids} prompts"] if prompts.given_ids else []
     gate = (
         "softmax of the router logits" if moe.scoring == "softmax" else "sigmoid scores divided by their sum"
     )
     return RoutingMeta(
-        model=stock.name,
-        layers=layers,
+        model=settings.model.resolve().name,
+        layers=len(moe.layers),
         experts=moe.num_experts,
         top_k=moe.top_k,
         expert_bytes=moe.expert_bytes(),
-        embedding_width=int(embedding.shape[-1]),
+        embedding_width=int(model.get_input_embeddings().weight.shape[-1]),
         source="recorded",
         gate_content="full",
         speculation=distances,
         notes=(
             f"{moe.family}; gate: {gate}; {'; '.join(kinds)}; greedy, at most {settings.max_new_tokens} new "
-            f"tokens; {str(stock.model.dtype).removeprefix('torch.')} on {settings.device}"
+            f"tokens; {str(model.dtype).removeprefix('torch.')} on {settings.device}"
         ),
     )
 
@@ -208,7 +224,7 @@ def _arguments(settings: RecordSettings, meta: RoutingMeta, prompts: _Prompts) -
     }
 
 
-def _batches(settings: RecordSettings, stock: StockModel) -> Iterator[list[list[int]]]:
+def _batches(settings: RecordSettings, tokenizer: Any) -> Iterator[list[list[int]]]:
     prompts = read_prompts(settings.prompts)
     while batch := list(islice(prompts, settings.batch_size)):
-        yield [tokens_of(prompt, stock.tokenizer, settings.prompts) for prompt in batch]
+        yield [tokens_of(prompt, tokenizer, settings.prompts) for prompt in batch]

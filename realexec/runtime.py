@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FineMoEError
-from ..policy.core import CHUNK_OPEN, FORWARD_PENDING, PREFETCH_OPEN
+from ..policy.core import CHUNK_OPEN, FORWARD_PENDING, OUTBOXES, PREFETCH_OPEN
 from .experts_kernel import Arena, LayerOutputs, combine, runs_of
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class Runtime:
         rows = [(r, phase, n, True) for r, n in zip(batch.requests, batch.lengths(), strict=True)]
         embedding = batch.row_means(embedded)
         mask = self.core.begin_iteration(rows, embedding, self.engine.now())
-        self.engine.notify(mask)
+        self._deliver(mask)
         if self.observer is not None:
             self.observer.begun(batch, embedding)
         self.times.policy_s += time.perf_counter() - began_s
@@ -193,13 +193,13 @@ class Runtime:
             self.engine.now(),
             row_counts if self._counts_rows else None,
         )
-        self.engine.notify(mask)
+        self._deliver(mask)
         if self.observer is not None and row_counts is not None:
             self.observer.routed(rows, row_counts)
         for target in self._speculated[layer]:
             guessed = batch.row_means(self.moe.probabilities(self.moe.ask(target, self._hidden)))
             mask |= self.core.speculation(layer, target, guessed, self.engine.now())
-            self.engine.notify(mask)
+            self._deliver(mask)
             if self.observer is not None:
                 self.observer.speculated(layer, target, guessed)
         self.times.policy_s += time.perf_counter() - began_s
@@ -228,7 +228,7 @@ class Runtime:
         began_s = time.perf_counter()
         mask = self.core.end_iteration(self.engine.now(), finished)
         self._open = None
-        self.engine.notify(mask)
+        self._deliver(mask)
         if self.observer is not None:
             self.observer.ended()
         self.times.policy_s += time.perf_counter() - began_s
@@ -283,9 +283,14 @@ class Runtime:
                 stream = torch.cuda.current_stream(arena.memory.device).cuda_stream
                 self.engine.record_compute(device, stream)
         mask = self.core.computed(layer, members, self.engine.now())
-        self.engine.notify(mask)
+        self._deliver(mask)
         self.times.policy_s += time.perf_counter() - began_s
         return mask
+
+    def _deliver(self, mask: int) -> None:
+        """Let the workers carry out what an event asked for."""
+        if mask & OUTBOXES:
+            self.engine.notify(mask)
 
     def _wait_searches(self, mask: int) -> None:
         if mask & FORWARD_PENDING:

@@ -81,6 +81,8 @@ def load_skeleton(folder: Path, config: Any, dtype: torch.dtype) -> Skeleton:
         )
     model.__class__ = kind
     model.eval()
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()  # of our own: it may be a view of the file, which can change
     whole = kept[-1]
     return Skeleton(model, whole.moe, whole.blocks, whole.shapes, whole.parameter_names)
 

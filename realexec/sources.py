@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 
 from .. import _core
 from ..errors import SettingError, TransferError
 from ..policy.cache_size import parse_cache_size
 
 if TYPE_CHECKING:
-    import numpy as np
+    import torch
     from numpy.typing import NDArray
 
     from .expert_layout import ExpertLayout
@@ -47,22 +47,23 @@ def host_source(
     from tqdm import tqdm
 
     experts = len(layout.file)
+    slabs: NDArray[np.uint8]
     if device.type == "cuda":
         limit = parse_cache_size(pinned_memory or "1.0", experts, layout.slab_bytes, name="pinned_memory")
-        slabs = _core.PinnedSlabs(experts, layout.slab_bytes, limit)
-        if slabs.warning:
-            warnings.warn(slabs.warning, stacklevel=3)
+        pinned = _core.PinnedSlabs(experts, layout.slab_bytes, limit)
+        if pinned.warning:
+            warnings.warn(pinned.warning, stacklevel=3)
+        slabs = pinned.slabs
+        source = _core.HostSource(pinned.address, experts, layout.slab_bytes, pinned, pinned.stride)
     else:
         if pinned_memory is not None:
             raise SettingError("pinned_memory is for CUDA devices. Leave it out.")
-        slabs = torch.empty(experts, layout.slab_bytes, dtype=torch.uint8)
+        slabs = np.empty((experts, layout.slab_bytes), np.uint8)
+        source = _core.HostSource(slabs.ctypes.data, experts, layout.slab_bytes, slabs)
     files = file_source(layout, checksums, direct=False)
     bar = tqdm(total=experts, desc="experts to host memory", disable=None if progress else True)
     with bar:
         for expert in range(experts):
-            slab = slabs[expert].numpy() if isinstance(slabs, torch.Tensor) else slabs.slab(expert)
-            files.read(expert, slab)
+            files.read(expert, slabs[expert])
             bar.update()
-    if isinstance(slabs, torch.Tensor):
-        return _core.HostSource(slabs.data_ptr(), experts, layout.slab_bytes, slabs)
-    return slabs.source()
+    return source

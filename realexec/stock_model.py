@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,7 @@ from ..errors import SettingError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-
-
-@dataclass(frozen=True, eq=False)
-class StockModel:
-    """A causal language model in eval mode, its tokenizer (None where the folder has none), and the token ids
-    that end an answer."""
-
-    name: str
-    model: Any
-    tokenizer: Any
-    ends: frozenset[int]
+_LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def check_folder(folder: Path) -> None:
@@ -49,6 +40,12 @@ def check_device(device: str) -> None:
         raise SettingError("--device cuda: torch finds no CUDA device here. Give --device cpu.")
 
 
+def check_dtype(dtype: str) -> None:
+    """Raise `SettingError` unless `dtype` is one of `DTYPES`."""
+    if dtype not in DTYPES:
+        raise SettingError(f"--dtype is {dtype!r}. Give one of {', '.join(DTYPES)}.")
+
+
 def fingerprint(folder: Path) -> str:
     """Tells one checkpoint from another without reading its weights: config, names, sizes and times."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
@@ -59,44 +56,63 @@ def fingerprint(folder: Path) -> str:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model's folder; None where it has none."""
+    """The folder's tokenizer, None where it has none. Raises `SettingError` where it cannot be loaded."""
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         return None
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    with _one_error(folder, "the tokenizer"):
+        return transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
 
 
-def load_stock(folder: Path, device: str, dtype: str) -> StockModel:
-    """Load a model and its tokenizer from `folder`; nothing is fetched, no code of the folder's is run.
+def load_outline(folder: Path) -> Any:
+    """The model without its weights, on `meta`. Raises `SettingError` where config.json makes none."""
+    with _one_error(folder, "config.json"), torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
+        return transformers.AutoModelForCausalLM.from_config(config)
 
-    Raises `SettingError` for a folder that cannot be loaded, and for weights that do not fill the model.
+
+def load_whole(folder: Path, device: str, dtype: str) -> Any:
+    """The model in eval mode, all of it in memory; nothing is fetched, no code of the folder's is run.
+
+    Raises `SettingError` for weights that cannot be loaded or do not fill the model.
     """
-    check_folder(folder)
-    check_device(device)
-    if dtype not in DTYPES:
-        raise SettingError(f"--dtype is {dtype!r}. Give one of {', '.join(DTYPES)}.")
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    try:
+    with _one_error(folder, "the weights"):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **local
+            folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **_LOCAL
         )
-        tokenizer = load_tokenizer(folder)
-    except Exception as error:  # whatever a broken folder makes transformers, tokenizers or safetensors raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise SettingError(f"--model {folder} cannot be loaded: {reason}. Check the folder.") from error
-    finally:
-        transformers.logging.set_verbosity(level)
     absent = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
     if absent:
         raise SettingError(
             f"--model {folder}: its weights lack {len(absent)} of the model's tensors, {absent[0]} first. "
             "Fetch the missing shards, or correct config.json."
         )
+    return model.to(device).eval()
+
+
+def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Token ids that end an answer, of those the model has."""
     ends = model.generation_config.eos_token_id
     if ends is None and tokenizer is not None:
         ends = tokenizer.eos_token_id
-    all_ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    known = frozenset(end for end in all_ends if end < model.config.get_text_config().vocab_size)
-    return StockModel(folder.resolve().name, model.to(device).eval(), tokenizer, known)
+    every = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    return frozenset(end for end in every if end < model.config.get_text_config().vocab_size)
+
+
+@contextmanager
+def _one_error(folder: Path, what: str) -> Iterator[None]:
+    """Loading says nothing of its own, and whatever a broken folder makes transformers, tokenizers or
+    safetensors raise is one `SettingError`."""
+    level = transformers.logging.get_verbosity()
+    bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise SettingError(
+            f"--model {folder}: {what} cannot be loaded: {reason}. Check the folder."
+        ) from error
+    finally:
+        transformers.logging.set_verbosity(level)
+        if bars:
+            transformers.logging.enable_progress_bar()

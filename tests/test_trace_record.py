@@ -235,7 +235,7 @@ def test_two_runs_at_once_are_refused(
         (("--model", "{tmp}"), "has no config.json"),
         (("--model", "{bare}"), "has no *.safetensors"),
         (("--model", "{dense}"), "llama models have no routed experts"),
-        (("--model", "{torn}"), "torn cannot be loaded"),
+        (("--model", "{torn}"), "torn: the weights cannot be loaded"),
         (("--model", "{short}"), "its weights lack"),
         (("--prompts", "{tmp}/absent"), "absent: no such file"),
         (("--prompts", "{corrupt}"), "corrupt.jsonl: row 2: not valid JSON"),
@@ -304,6 +304,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
     )
     transformers.LlamaForCausalLM(config).save_pretrained(paths["dense"])
+    (paths["dense"] / "model.safetensors").write_bytes(b"")  # never read: the config says enough
     contents = {
         "corrupt": '{"prompt": "alpha"}\n{"prompt\n',
         "wide": '{"token_ids": [96]}\n',
