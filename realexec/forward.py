@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import SettingError
+from .batch import Batch
 from .batch_cache import BatchCache
-from .runtime import Batch
 
 _ATTENTION = {"full_attention", "sliding_attention"}
 

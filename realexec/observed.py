@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from ..traces.routing import RequestRouting
     from ..traces.routing_file import RoutingWriter
-    from .runtime import Batch
+    from .batch import Batch
 
 
 _HELD_BYTES = 256 * 2**20

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import FineMoEError
 from ..policy.core import CHUNK_OPEN, FORWARD_PENDING, OUTBOXES, PREFETCH_OPEN
+from .batch import Batch, Observer
 from .experts_kernel import Arena, LayerOutputs, combine, runs_of
 
 if TYPE_CHECKING:
@@ -26,44 +27,6 @@ if TYPE_CHECKING:
     from ..policy.core import Core
     from ..policy.system import System
     from .gates import MoeModel
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Who the rows of the next forward pass are. `requests` [B]; `valid` [B, T]: which positions are tokens,
-    None where all are. `skip_pads`: experts do not compute the others, which transformers lets them do."""
-
-    requests: tuple[int, ...]
-    prefill: bool
-    tokens: int  # T
-    valid: Tensor | None = None
-    skip_pads: bool = False
-
-    def kept(self) -> Tensor | None:
-        """Positions [tokens] of B·T that experts compute; None: all."""
-        if self.valid is None or not self.skip_pads:
-            return None
-        return self.valid.reshape(-1).nonzero()[:, 0]
-
-    def lengths(self) -> list[int]:
-        """Tokens of each row."""
-        if self.valid is None:
-            return [self.tokens] * len(self.requests)
-        return [int(n) for n in self.valid.sum(dim=1)]
-
-    def row_means(self, values: Tensor) -> NDArray[np.float32]:
-        """Mean over each row's tokens of `values` [B·T or B, T, n]: [B, n] on the host."""
-        rows = values.view(len(self.requests), self.tokens, -1).float()
-        if self.tokens == 1:
-            rows = rows[:, 0]
-        elif self.valid is None:
-            rows = rows.mean(dim=1)
-        else:
-            # Not a product with the mask: what pads compute may be no number.
-            rows = rows.masked_fill(~self.valid.unsqueeze(-1), 0)
-            rows = rows.sum(dim=1) / self.valid.sum(dim=1, keepdim=True)
-        means: NDArray[np.float32] = rows.cpu().numpy()
-        return means
 
 
 @dataclass
@@ -75,22 +38,6 @@ class Times:
     stall_s: float = 0.0
     search_wait_s: float = 0.0
     iterations: int = 0
-
-
-class Observer(Protocol):
-    """Hears what the core is told; rows are those of the batch."""
-
-    def begun(self, batch: Batch, embedding: NDArray[np.float32]) -> None:
-        """An iteration begins; `embedding` [B, h]."""
-
-    def routed(self, rows: NDArray[np.float32], counts: NDArray[np.int32]) -> None:
-        """The next layer's gate, [B, J], and the tokens of each row that each expert received, [B, J]."""
-
-    def speculated(self, layer: int, target: int, rows: NDArray[np.float32]) -> None:
-        """A later layer's gate on this layer's hidden state, [B, J]."""
-
-    def ended(self) -> None:
-        """The iteration is over."""
 
 
 @dataclass
