@@ -74,7 +74,7 @@ class _Grid:
                 model, plan.settings, list(cell.requests), plan.prompts, observer, InOrder(writer), sink
             )
             outcome = server.run()
-        return Served(outcome, len(plan.devices), outcome.notes)
+        return Served(outcome, len(plan.devices), outcome.run_s, outcome.notes)
 
     def _fresh(self, cell: RealCell, *, progress: bool) -> Any:
         """The model with the cell's system, and nothing cached."""

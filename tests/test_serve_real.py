@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ pytest.importorskip("torch", reason="torch is not installed (extra `real`)")
 pytest.importorskip("transformers", reason="transformers is not installed (extra `real`)")
 
 import finemoe
-from finemoe.errors import SettingError, TraceError
+from finemoe.errors import SettingError, TraceError, TransferError
 from finemoe.policy.systems import SYSTEMS
 from finemoe.realexec.runnable import why_not
 from finemoe.serving.grid import Cell, Interrupted
@@ -166,6 +167,27 @@ def test_interrupting_keeps_finished_cells(inputs: dict[str, object], tmp_path: 
     assert [run.status for run in results.runs] == ["OK", "NOT RUN: interrupted"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir()) == ["lru-10slots"]
     assert replay(tmp_path / "out" / "lru-10slots").identical
+
+
+def test_an_expert_that_cannot_be_read_keeps_finished_cells(
+    inputs: dict[str, object], tmp_path: Path
+) -> None:
+    folder = checkpoint(tmp_path / "model")
+    (weights,) = folder.glob("*.safetensors")
+
+    def shorten(cell: Cell, progress: Progress) -> None:
+        if cell.system.name == "lfu":
+            os.truncate(weights, 1000)
+
+    with pytest.raises(TransferError, match="could not be loaded in three attempts") as caught:
+        finemoe.serve(
+            **(inputs | {"model": folder}),  # type: ignore[arg-type]
+            policy="lru,lfu",
+            output=tmp_path / "out",
+            on_progress=shorten,
+        )
+    assert caught.value.__notes__ == [f"finished runs are kept in {tmp_path / 'out.partial'}"]
+    assert replay(tmp_path / "out.partial" / "lru-10slots").identical
 
 
 def test_an_altered_log_is_caught_at_its_place(inputs: dict[str, object], tmp_path: Path) -> None:
