@@ -223,8 +223,8 @@ def test_a_real_run_has_its_own_settings_and_no_machines(tmp_path: Path) -> None
     assert {"source", "bandwidth_limit"} < set(settings_dict(settings))
     assert "peer_link" not in settings_dict(settings)
     assert "source" not in settings_dict(resolve({"trace": "a"}))
+    file.write_text(to_toml(settings) + 'hardware = ["h100"]\n', "utf-8")
     with pytest.raises(SettingError, match=r"--hardware in .*\.toml means nothing with --backend cpu"):
-        file.write_text(to_toml(settings) + 'hardware = ["h100"]\n', "utf-8")
         resolve({}, file)
 
 
