@@ -221,12 +221,15 @@ def _trigger(rows: LogRows, load: Load | None) -> str:
 
 def _history(rows: LogRows, expert: int, gate: int) -> str:
     """The last thing that happened to an expert before a gate, and when its load ended if that was after."""
-    evicting = KINDS.index("Load")
-    loaded = KINDS.index("loaded")
+    load, loaded = KINDS.index("Load"), KINDS.index("loaded")
     about = rows.column("expert") == expert
-    about |= (rows.kind == evicting) & (rows.column("evicts") == expert)
+    about |= (rows.kind == load) & (rows.column("evicts") == expert)
     before = np.flatnonzero(about[:gate])
-    last = f"last {rows.describe(int(before[-1]))}" if before.size else "never loaded"
+    last = "never loaded"
+    if before.size:
+        row = int(before[-1])
+        evicted = rows.kind[row] == load and rows.column("expert")[row] != expert
+        last = f"{'evicted by' if evicted else 'last'} {rows.describe(row)}"
     after = np.flatnonzero((about & (rows.kind == loaded))[gate:])
     times = rows.column("time_s")
     if before.size and rows.kind[before[-1]] != loaded and after.size:
