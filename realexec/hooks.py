@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .runtime import Batch
+from .batch import Batch
 from .versions import cache_argument
 
 if TYPE_CHECKING:

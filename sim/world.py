@@ -13,8 +13,9 @@ from ..errors import PolicyError
 from ..policy.core import Feed, Searcher, make_config, make_core, popular_experts
 from ..serving.decisions import decision_table
 from ..serving.logs import RequestLog
+from ..serving.outcome import CellOutcome, Progress
 from ..serving.scheduler import Scheduler
-from .cell import CellInputs, CellOutcome, Progress, cell_options, inactive_notes, plan_cell
+from .cell import CellInputs, cell_options, inactive_notes, plan_cell
 from .compute import ComputeModel
 from .engine import Engine
 from .events import ARRIVAL, ENGINE, Timer
@@ -97,8 +98,7 @@ class _World:
         try:
             env.run(until=env.process(self._serve()))
         except PolicyError as error:
-            place = f"iteration {len(self._engine.log)}, {error.place}"
-            raise PolicyError(error.policy, place, error.problem, error.traceback) from error.__cause__
+            raise error.at(f"iteration {len(self._engine.log)}") from error.__cause__
         if self._on_decisions is not None:
             self._hand_over()
         now, before = self._reading(), self._before
@@ -115,7 +115,7 @@ class _World:
             decisions=decision_table(core.take_log(), self._options) if self._log_iterations else None,
             memory_bytes=self._plan.peak_memory_bytes(self._peak_kv_tokens),
             busy_s=busy_s,
-            simulated_s=env.now,
+            run_s=env.now,
             counted_s=counted_s,
             notes=(
                 *self._plan.warnings,
