@@ -80,7 +80,7 @@ def test_streaming_and_pipelines(folder: Path) -> None:
 
 def test_embeddings_in_place_of_ids_and_a_loop_of_ones_own(folder: Path) -> None:
     resident, model = pair(folder)
-    outputs = []
+    outputs: list[Any] = []
     for one in (resident, model):
         embedded = one.get_input_embeddings()(IDS) if one is resident else outputs[0][0]
         first = one(inputs_embeds=embedded, use_cache=True)
