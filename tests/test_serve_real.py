@@ -230,7 +230,13 @@ def test_few_or_no_decisions(inputs: dict[str, object], tmp_path: Path) -> None:
     finemoe.serve(**inputs, policy="lru", decisions=3, output=tmp_path / "few")  # type: ignore[arg-type]
     assert replay(tmp_path / "few").iterations == 3
     assert replay(tmp_path / "few").identical
-    finemoe.serve(**inputs, policy="lru", decisions="none", output=tmp_path / "none")  # type: ignore[arg-type]
+    finemoe.serve(
+        **inputs,  # type: ignore[arg-type]
+        policy="lru",
+        decisions="none",
+        source="host",
+        output=tmp_path / "none",
+    )
     assert not (tmp_path / "none" / "decisions.parquet").exists()
 
 
