@@ -80,6 +80,9 @@ def simulate_command(
     bandwidth_limit: Annotated[
         Text, _option("Real backends: at most so much per device, to be slow repeatably.", "2GB/s")
     ] = None,
+    pinned_memory: Annotated[
+        Text, _option("Backend cuda, --source host: pin at most so much. [all experts]", "16GB")
+    ] = None,
     replay: Annotated[
         Path | None,
         _option("Simulate a real run's recorded iterations, and show where decisions differ.", "RESULTS"),
@@ -155,6 +158,7 @@ def simulate_command(
         "history": history,
         "source": source,
         "bandwidth_limit": bandwidth_limit,
+        "pinned_memory": pinned_memory,
         "num_requests": num_requests,
         "start": start,
         "sample": sample,

@@ -95,6 +95,7 @@ class _Grid:
             plan.devices,
             settings.source,
             bandwidth_limit=None if limit is None else parse_bandwidth(limit, name="--bandwidth-limit"),
+            pinned_memory=settings.pinned_memory,
             log_iterations=log_iterations,
             history=settings.history,
             progress=progress,

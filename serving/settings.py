@@ -43,6 +43,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     history: str | None = None  # routing trace of the same model: what policies know before the run
     source: Literal["file", "host"] = "file"  # where experts are read from
     bandwidth_limit: str | None = None  # of each device's loads: "2GB/s"
+    pinned_memory: str | None = None  # at most so much host memory is pinned; None: all experts
 
     num_requests: int | Literal["all"] = 256
     sort: bool = False  # accept time stamps that go backward
@@ -132,7 +133,7 @@ SIMULATED_ONLY = (
     "expert_dtype",
     "routing",
 )
-REAL_ONLY = ("prompts", "history", "source", "bandwidth_limit")
+REAL_ONLY = ("prompts", "history", "source", "bandwidth_limit", "pinned_memory")
 _LEAST = {
     "num_requests": 1,
     "start": 0,
