@@ -40,6 +40,12 @@ class Arena:
             for p in layout.parameters
         }
 
+    def settle(self) -> None:
+        """Until its device has computed all that was asked of it. Copies into the slots are not ordered after
+        work from before their engine: on the slots, or on the memory that torch has made them of."""
+        if self.memory.is_cuda:
+            torch.cuda.synchronize(self.memory.device)
+
 
 def runs_of(starts: list[int], experts: Iterable[int], slots: Iterable[int]) -> list[Run]:
     """Where these experts, which lie in `slots`, have their pairs; none for those that nobody chose.

@@ -38,7 +38,8 @@ class Handle:
         history: str | Path | None = None,
     ) -> None:
         self.options = options
-        self._source = source
+        #: where experts come from; another model of the same checkpoint can be given it
+        self.source = source
         self._bandwidth_limit = bandwidth_limit
         self._log_iterations = log_iterations
         self._history = history
@@ -80,6 +81,7 @@ class Handle:
             "hits": hits,
             "late": late,
             "policy_s": times.policy_s,
+            "gate_wait_s": times.gate_wait_s,
             "stall_s": times.stall_s,
             "search_wait_s": times.search_wait_s,
             "counters": core.counters(),
@@ -93,10 +95,12 @@ class Handle:
         return decision_table(self.runtime.core.take_log(), self.options)
 
     def _start(self, arenas: list[Arena]) -> tuple[Any, Any]:
+        for arena in arenas:
+            arena.settle()
         core = make_core(self.options, self._log_iterations)
         engine = _core.TransferEngine(
             core,
-            self._source,
+            self.source,
             [engine_arena(arena) for arena in arenas],
             bandwidth_limit_bytes_per_s=self._bandwidth_limit,
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from .._core import Source as TransferSource
 from ..errors import SettingError
 from ..policy.cache_size import cycle_warning, parse_cache_size, slots_per_device
 from ..policy.core import core_options, total_slots
@@ -37,7 +38,7 @@ def load_model(
     policy: str = "finemoe",
     expert_cache: str = "0.5",
     device: str | Sequence[str] = "cpu",
-    source: Source = "file",
+    source: Source | TransferSource = "file",
     *,
     prefetch_distance: int | None = None,
     store_capacity: int = 1000,
@@ -55,7 +56,8 @@ def load_model(
     folder: the checkpoint. policy: a system's name, or `path.py:Class`. expert_cache: bytes ("8GB"), a share
     of all experts ("0.25") or slots ("96slots"), over all devices. device: "cpu", "cuda", or several CUDA
     devices; dense weights and KV cache are on the first. source: where experts are read from, the
-    checkpoint's files or host memory, into which they are copied first.
+    checkpoint's files or host memory, into which they are copied first; or `model.finemoe.source` of another
+    model of the same checkpoint, which need not be read again.
 
     prefetch_distance: layers ahead (3). store_capacity: expert maps. history: a routing trace of the same
     model that fills the map store, and says for `static` which experts are popular. direct: read files past
@@ -72,7 +74,7 @@ def load_model(
     reason = why_not(system)
     if reason:
         raise SettingError(f"policy {system.name} cannot run on a real model: {reason}.")
-    if source not in ("file", "host"):
+    if isinstance(source, str) and source not in ("file", "host"):
         raise SettingError(f"source is {source!r}. Give 'file' or 'host'.")
     devices = parse_devices(device)
     config = read_config(folder)
@@ -91,17 +93,17 @@ def load_model(
     )
     skeleton = load_skeleton(folder, config, getattr(torch, layout.dtype))
     skeleton.model.to(devices[0])
-    store = (
-        file_source(layout, read_checksums(folder, layout), direct=direct)
-        if source == "file"
-        else host_source(layout, read_checksums(folder, layout), devices[0], pinned_memory, progress=progress)
-    )
+    if source == "file":
+        source = file_source(layout, read_checksums(folder, layout), direct=direct)
+    elif source == "host":
+        checksums = read_checksums(folder, layout)
+        source = host_source(layout, checksums, devices[0], pinned_memory, progress=progress)
     arenas = make_arenas(layout, options, devices)
     handle = Handle(
         skeleton.moe,
         system,
         options,
-        store,
+        source,
         arenas,
         bandwidth_limit=bandwidth_limit,
         log_iterations=log_iterations,

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import FineMoEError
 from ..policy.core import CHUNK_OPEN, FORWARD_PENDING, OUTBOXES, PREFETCH_OPEN
 from .experts_kernel import Arena, LayerOutputs, combine, runs_of
+from .host_reader import HostReader
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,10 +43,11 @@ class Batch:
         """Tokens of each row."""
         if self.valid is None:
             return [self.tokens] * len(self.requests)
-        return [int(n) for n in self.valid.sum(dim=1)]
+        lengths: list[int] = self.valid.sum(dim=1).tolist()
+        return lengths
 
-    def row_means(self, values: Tensor) -> NDArray[np.float32]:
-        """Mean over each row's tokens of `values` [B·T or B, T, n]: [B, n] on the host."""
+    def row_means(self, values: Tensor) -> Tensor:
+        """Mean over each row's tokens of `values` [B·T or B, T, n]: fp32 [B, n]."""
         rows = values.view(len(self.requests), self.tokens, -1).float()
         if self.tokens == 1:
             rows = rows[:, 0]
@@ -54,16 +56,17 @@ class Batch:
         else:
             weights = self.valid.to(rows.dtype).unsqueeze(-1)
             rows = (rows * weights).sum(dim=1) / weights.sum(dim=1)
-        means: NDArray[np.float32] = rows.cpu().numpy()
-        return means
+        return rows
 
 
 @dataclass
 class Times:
-    """Seconds of the forward passes so far. `policy_s`: in the core's events; `stall_s`: waiting for demand
-    loads; `search_wait_s`: waiting as the system's own search_blocks and prefetch_blocks say."""
+    """Seconds of the forward passes so far. `policy_s`: in the core's events, and in preparing them;
+    `gate_wait_s`: until CUDA has computed what they carry; `stall_s`: waiting for demand loads;
+    `search_wait_s`: waiting as the system's own search_blocks and prefetch_blocks say."""
 
     policy_s: float = 0.0
+    gate_wait_s: float = 0.0
     stall_s: float = 0.0
     search_wait_s: float = 0.0
     iterations: int = 0
@@ -81,6 +84,7 @@ class Runtime:
     prefetch_distance: int
     times: Times = field(default_factory=Times)
 
+    _reader: HostReader = field(default_factory=HostReader)
     _batch: Batch | None = None  # told beforehand
     _open: Batch | None = None
     _layer: int = -1
@@ -126,9 +130,10 @@ class Runtime:
         self._open, self._layer, self._logits = batch, -1, None
         phase = "prefill" if batch.prefill else "decode"
         rows = [(r, phase, n, True) for r, n in zip(batch.requests, batch.lengths(), strict=True)]
-        mask = self.core.begin_iteration(rows, batch.row_means(embedded), self.engine.now())
+        (embeddings,) = self._reader.read(batch.row_means(embedded))
+        mask = self.core.begin_iteration(rows, embeddings, self.engine.now())
         self._deliver(mask)
-        self.times.policy_s += time.perf_counter() - began_s
+        self._count_policy(began_s)
         self._wait_searches(mask)
 
     def routed(self, hidden: Tensor, logits: Tensor) -> None:
@@ -145,7 +150,7 @@ class Runtime:
             )
         self._layer, self._logits = layer, None
         began_s = time.perf_counter()
-        rows, ids = self._observe(batch, logits, chosen)
+        rows, ids = self._reader.read(batch.row_means(self.moe.probabilities(logits)), chosen)
         counts = np.bincount(ids.reshape(-1), minlength=self.moe.num_experts)
         required = counts.nonzero()[0]
         mask = self.core.gate(
@@ -158,10 +163,11 @@ class Runtime:
         )
         self._deliver(mask)
         for target in self._speculated[layer]:
-            guessed = batch.row_means(self.moe.probabilities(self.moe.ask(target, self._hidden)))
+            asked = batch.row_means(self.moe.probabilities(self.moe.ask(target, self._hidden)))
+            (guessed,) = self._reader.read(asked)
             mask |= self.core.speculation(layer, target, guessed, self.engine.now())
             self._deliver(mask)
-        self.times.policy_s += time.perf_counter() - began_s
+        self._count_policy(began_s)
         self._wait_searches(mask)
         # The order within an expert is transformers' own: a product's rows round by where they stand.
         order = torch.sort(chosen.reshape(-1))[1]
@@ -243,6 +249,12 @@ class Runtime:
         self.times.policy_s += time.perf_counter() - began_s
         return mask
 
+    def _count_policy(self, began_s: float) -> None:
+        """The time since then was the policy's, but for what CUDA took to compute what it is told."""
+        waited_s, self._reader.waited_s = self._reader.waited_s, 0.0
+        self.times.gate_wait_s += waited_s
+        self.times.policy_s += time.perf_counter() - began_s - waited_s
+
     def _deliver(self, mask: int) -> None:
         """Let the workers carry out what an event asked for."""
         if mask & OUTBOXES:
@@ -256,13 +268,6 @@ class Runtime:
             self.times.search_wait_s += time.perf_counter() - began_s
 
     # What the core is told.
-
-    def _observe(
-        self, batch: Batch, logits: Tensor, chosen: Tensor
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Each row's mean gate distribution [B, J] and the chosen experts [tokens, K], on the host."""
-        probabilities = self.moe.probabilities(logits)
-        return batch.row_means(probabilities), chosen.cpu().numpy()
 
     def _row_counts(self, batch: Batch, ids: NDArray[np.int64]) -> NDArray[np.int32]:
         """Tokens of each row that each expert received, [B, J]."""
