@@ -26,6 +26,8 @@ LAYERS, EXPERTS, TOP_K, WIDTH, TOTAL = 4, 8, 2, 6, 32
 LENGTH = np.array([3000, 1001, 4099], np.int64)
 PLACE = np.array([0, 3000, 4096], np.int64)
 SLAB_BYTES = 8195
+#: the expert whose second piece ends a file
+LAST = 3
 
 
 @dataclass
@@ -49,7 +51,9 @@ class Weights:
         self.offset = np.zeros((TOTAL, len(LENGTH)), np.int64)
         self.checksums = np.zeros(TOTAL, np.uint32)
         contents = [bytearray(random.bytes(17)) for _ in self.paths]
-        for expert in random.permutation(TOTAL).tolist():
+        order = random.permutation(TOTAL).tolist()
+        order.append(order.pop(order.index(LAST)))
+        for expert in order:
             for piece in (2, 0, 1):
                 data = random.bytes(int(LENGTH[piece]))
                 place = int(PLACE[piece])
@@ -144,6 +148,7 @@ class ForwardPass:
             counts = np.bincount(chosen[layer], minlength=EXPERTS).astype(np.int32).reshape(1, -1)
             experts = chosen[layer].tolist()
             needs_rows = "activation" in (self.system.predictor, self.system.eviction)
+            needs_rows |= self.system.predictor == "plugin"
             mask = core.gate(
                 layer, rows[layer], experts, [1] * TOP_K, engine.now(), counts if needs_rows else None
             )

@@ -9,6 +9,13 @@ namespace {
 constexpr std::chrono::milliseconds kSignOfLife{100};
 }
 
+// After an Abort the core refuses every event: what failed is for the worker to say that could not load.
+void fail_unless_aborted(const Surroundings& around, const CoreError& error) {
+    if (around.core.abort_reason().empty()) {
+        around.progress.fail(std::string("the policy core refused an event: ") + error.what());
+    }
+}
+
 DeviceWorker::DeviceWorker(int device, std::unique_ptr<Copier> copier, const Surroundings& around,
                            std::int64_t chunk_bytes, double bytes_per_s)
     : device_(device),
@@ -33,7 +40,8 @@ void DeviceWorker::run() {
             bool news = true;
             if (load_) {
                 news = wakeup_.take();
-            } else {
+            } else if (!wakeup_.take()) {
+                limit_.idle();
                 wakeup_.wait();
             }
             if (wakeup_.stopped()) {
@@ -46,13 +54,12 @@ void DeviceWorker::run() {
                 advance();
             }
         }
+    } catch (const TransferError& error) {
+        around_.progress.fail(error.what());
+    } catch (const CoreError& error) {
+        fail_unless_aborted(around_, error);
     } catch (...) {
-        // After an Abort the core rejects every event: then its reason is what failed, not the rejection.
-        const std::string aborted = around_.core.abort_reason();
-        around_.progress.fail(aborted.empty()
-                                  ? std::current_exception()
-                                  : std::make_exception_ptr(TransferError(
-                                        "an expert could not be loaded in three attempts: " + aborted)));
+        around_.progress.fail_with_current_exception();
     }
     drain_copier();  // nothing may be written into an arena whose engine is gone
 }
@@ -146,8 +153,9 @@ void DeviceWorker::report_failure(const std::string& reason) {
     const ExpertId expert = load_->expert;
     end_load(&DeviceStatistics::failures);
     around_.notify(around_.core.load_failed(expert, reason, around_.now()));
-    if (!around_.core.abort_reason().empty()) {
-        throw TransferError("abort");  // run() gives the reason
+    if (const std::string aborted = around_.core.abort_reason(); !aborted.empty()) {
+        throw TransferError("expert " + std::to_string(expert) +
+                            " could not be loaded in three attempts; the last: " + aborted);
     }
 }
 

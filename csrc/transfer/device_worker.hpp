@@ -34,6 +34,8 @@ struct Surroundings {
     double now() const { return seconds(Clock::now() - start); }
 };
 
+void fail_unless_aborted(const Surroundings& around, const CoreError& error);
+
 class DeviceWorker {
   public:
     DeviceWorker(int device, std::unique_ptr<Copier> copier, const Surroundings& around,

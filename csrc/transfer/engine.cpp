@@ -38,7 +38,7 @@ void Engine::preload(std::span<const ExpertId> experts, const Poll& poll) {
         try {
             devices_[static_cast<std::size_t>(core_.config().device_of(e))]->fill(e, core_.slot(e));
         } catch (const CopyError& error) {
-            progress_.fail(std::make_exception_ptr(TransferError(error.what())));
+            progress_.fail(error.what());
             progress_.check();
         }
         poll();

@@ -11,7 +11,7 @@ namespace finemoe::transfer {
 
 namespace {
 constexpr std::int64_t kPage = 4096;
-constexpr std::int64_t kMostBytes = std::int64_t{1} << 44;
+constexpr std::int64_t kMostBytes = std::int64_t{1} << 50;
 }  // namespace
 
 PinnedSlabs::PinnedSlabs(std::shared_ptr<CudaRuntime> runtime, int experts, std::int64_t slab_bytes,

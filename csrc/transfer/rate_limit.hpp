@@ -14,19 +14,25 @@ class RateLimit {
 
     bool limited() const { return bytes_per_s_ > 0.0; }
 
-    // When a copy of so many bytes that begins now may be over. A pause shorter than kSlack is made up for:
-    // it is the workers waking up late, not an idle link.
+    // The link has nothing to do.
+    void idle() { idle_ = true; }
+
+    // When a copy of so many bytes that begins now may be over. Copies that follow on each other are paced as
+    // one: what a worker wakes up late, up to kSlack, is made up for.
     Clock::time_point reserve(std::int64_t bytes, Clock::time_point now) {
         const auto span = std::chrono::duration<double>(static_cast<double>(bytes) / bytes_per_s_);
-        free_at_ = std::max(free_at_, now - kSlack) + std::chrono::duration_cast<Clock::duration>(span);
+        free_at_ = std::max(free_at_, idle_ ? now : now - kSlack) +
+                   std::chrono::duration_cast<Clock::duration>(span);
+        idle_ = false;
         return free_at_;
     }
 
   private:
-    static constexpr std::chrono::milliseconds kSlack{1};
+    static constexpr std::chrono::milliseconds kSlack{50};
 
     double bytes_per_s_;
     Clock::time_point free_at_{};
+    bool idle_ = true;
 };
 
 }  // namespace finemoe::transfer

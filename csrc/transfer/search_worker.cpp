@@ -27,11 +27,10 @@ void SearchWorker::run() {
                 search(command.ticket);
             }
         }
+    } catch (const CoreError& error) {
+        fail_unless_aborted(around_, error);
     } catch (...) {
-        // After an Abort the core rejects search_done too: the worker that failed has said why.
-        if (around_.core.abort_reason().empty()) {
-            around_.progress.fail(std::current_exception());
-        }
+        around_.progress.fail_with_current_exception();
     }
 }
 

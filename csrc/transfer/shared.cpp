@@ -49,19 +49,31 @@ void Progress::event() {
     changed_.notify_all();
 }
 
-void Progress::fail(std::exception_ptr failure) {
-    std::string reason = "unknown failure";
-    try {
-        std::rethrow_exception(failure);
-    } catch (const std::exception& error) {
-        reason = error.what();
-    } catch (...) {
-    }
+void Progress::fail(const std::string& reason) {
     {
         const std::scoped_lock lock(mutex_);
         if (!failed_) {
             failed_ = true;
-            failure_ = std::move(failure);
+            reason_ = reason;
+        }
+        ++events_;
+    }
+    changed_.notify_all();
+}
+
+void Progress::fail_with_current_exception() {
+    std::string reason = "unknown failure";
+    try {
+        throw;
+    } catch (const std::exception& error) {
+        reason = error.what();  // not under the lock: a Python exception takes the GIL for it
+    } catch (...) {
+    }
+    {
+        const std::scoped_lock lock(mutex_);
+        if (!failed_ || (exception_ == nullptr && !told_)) {
+            failed_ = true;
+            exception_ = std::current_exception();
             reason_ = std::move(reason);
         }
         ++events_;
@@ -89,21 +101,22 @@ void Progress::wait(std::uint64_t seen, Clock::duration longest) {
 }
 
 void Progress::check() {
-    std::exception_ptr failure;
+    std::exception_ptr exception;
     {
         const std::scoped_lock lock(mutex_);
-        if (failed_) {
-            failure = std::exchange(failure_, nullptr);
-            if (failure == nullptr) {
-                throw TransferError("the transfer engine has stopped: " + reason_);
-            }
-        } else if (closed_) {
+        if (!failed_ && closed_) {
             throw TransferError("the transfer engine is closed");
         }
+        if (!failed_) {
+            return;
+        }
+        told_ = true;
+        exception = std::exchange(exception_, nullptr);
+        if (exception == nullptr) {
+            throw TransferError(reason_);
+        }
     }
-    if (failure != nullptr) {
-        std::rethrow_exception(failure);
-    }
+    std::rethrow_exception(exception);
 }
 
 }  // namespace finemoe::transfer

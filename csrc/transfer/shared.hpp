@@ -43,7 +43,11 @@ class Progress {
     void event();  // something that a wait may be for
     // A sign of life: bytes or time have passed.
     void moved() { moved_.fetch_add(1, std::memory_order_relaxed); }
-    void fail(std::exception_ptr failure);  // of a worker; the first one counts
+    // What has stopped a worker; the first counts.
+    void fail(const std::string& reason);
+    // The same with the exception that is being handled, such as a policy's: it reaches who waits as it is.
+    // It counts more than a reason that nobody has been told.
+    void fail_with_current_exception();
     void close();
 
     std::uint64_t events();
@@ -51,7 +55,7 @@ class Progress {
     std::uint64_t signs_of_life() { return events() + moved_.load(std::memory_order_relaxed); }
     // Until there are other than so many events, but not longer than that.
     void wait(std::uint64_t seen, Clock::duration longest);
-    // Throws the first failure (later calls: TransferError with its text), or TransferError once closed.
+    // Throws the failure: its exception the first time, else TransferError; or TransferError once closed.
     void check();
 
   private:
@@ -59,8 +63,8 @@ class Progress {
     std::condition_variable changed_;
     std::uint64_t events_ = 0;
     std::atomic<std::uint64_t> moved_{0};
-    bool closed_ = false, failed_ = false;
-    std::exception_ptr failure_;
+    bool closed_ = false, failed_ = false, told_ = false;
+    std::exception_ptr exception_;
     std::string reason_;
 };
 

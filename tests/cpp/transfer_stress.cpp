@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "transfer/crc32c.hpp"
 #include "transfer_replay.hpp"
 #include "transfer_world.hpp"
 
@@ -140,6 +141,25 @@ void run_and_close(const Scenario& scenario, Place place, std::uint64_t seed) {
     }
 }
 
+// RFC 3720, B.4, and the instructions against the table.
+void check_checksums(std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    for (std::size_t length = 0; length < 300; ++length) {
+        std::vector<std::byte> bytes(length);
+        for (std::byte& b : bytes) {
+            b = static_cast<std::byte>(random());
+        }
+        const auto start = static_cast<std::uint32_t>(random());
+        if (transfer::crc32c(bytes, start) != transfer::crc32c_table(bytes, start)) {
+            fail("CRC-32C", "instructions and table differ");
+        }
+    }
+    const std::vector<std::byte> zeros(32);
+    if (transfer::crc32c_table(zeros) != 0x8A9136AA) {
+        fail("CRC-32C", "the checksum of 32 zeros is wrong");
+    }
+}
+
 }  // namespace
 
 }  // namespace finemoe::stress
@@ -148,6 +168,7 @@ int main(int argc, char** argv) {
     using namespace finemoe::stress;
     const std::int64_t iterations = argc > 1 ? std::atoll(argv[1]) : 60;
     const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+    check_checksums(seed);
     const auto all = scenarios();
     for (const Scenario& scenario : all) {
         for (const Place place : kPlaces) {
