@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 class HostReader:
-    """Brings tensors of one device to the host. On CUDA those of a call go in one copy into pinned memory, and
-    the thread waits for that copy: neither for what was queued after it nor for other streams."""
+    """Brings tensors of one device to the host. On CUDA those of a call go in one copy into pinned memory,
+    and the thread waits for that copy: neither for what was queued after it nor for other streams."""
 
     def __init__(self) -> None:
         #: seconds spent waiting for CUDA: for what comes before the tensors on their stream, and for the copy
