@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py measures without a model: copies by size, copies beside computing, the engine's rate.
+"""What benchmarks/gpu.py measures without a model: copies by size, beside computing, and the engine's.
 
 On the CPU the same code copies within host memory, so that it is run where there is no GPU; its figures then
 mean nothing.
@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,9 @@ def copy_rates(device: str, sizes: list[int], say: Say) -> None:
         host = torch.ones(max(sizes), dtype=torch.uint8, pin_memory=pinned)
         target = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         for size in sizes:
+            one = partial(_copy, target, host, size)
             repeats = max(3, min(50, (1 << 30) // size))
-            seconds = [_timed(device, lambda n=size: _copy(target, host, n)) for _ in range(repeats + 1)][1:]
+            seconds = [_timed(device, one) for _ in range(repeats + 1)][1:]
             name = f"copy, {'pinned' if pinned else 'pageable'}, {size / 2**20:g} MiB"
             say(name, f"{size / statistics.median(seconds) / 1e9:.2f} GB/s")
 
@@ -116,6 +118,8 @@ def engine_rates(device: str, slab_bytes: int, chunks: list[int], say: Say) -> N
 def _source(device: str, experts: int, slab_bytes: int) -> Any:
     if device == "cuda":
         pinned = _core.PinnedSlabs(experts, slab_bytes)
+        if pinned.warning:
+            raise RuntimeError(pinned.warning)
         return _core.HostSource(pinned.address, experts, slab_bytes, pinned, pinned.stride)
     slabs = np.ones((experts, slab_bytes), np.uint8)
     return _core.HostSource(slabs.ctypes.data, experts, slab_bytes, slabs)

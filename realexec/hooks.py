@@ -71,7 +71,9 @@ class _Requests:
         embedded = kwargs.get("inputs_embeds")
         given: Any = kwargs.get("input_ids", args[0] if args else None) if embedded is None else embedded
         rows, tokens = int(given.shape[0]), int(given.shape[1])
-        past = kwargs.get("past_key_values")
+        past = kwargs.get(
+            "cache", kwargs.get("past_key_values")
+        )  # its name from transformers 5.24 on, before
         begun = past is not None and past.get_seq_length() > 0
         if not begun or rows != len(self._running):
             self._running = tuple(range(self._next, self._next + rows))

@@ -50,9 +50,9 @@ def host_source(
     slabs: NDArray[np.uint8]
     if device.type == "cuda":
         # Slabs are whole pages apart here, so "all of them" is more than their bytes.
-        limit = pinned_memory and parse_cache_size(
-            pinned_memory, experts, layout.slab_bytes, name="pinned_memory"
-        )
+        limit = None
+        if pinned_memory is not None:
+            limit = parse_cache_size(pinned_memory, experts, layout.slab_bytes, name="pinned_memory")
         pinned = _core.PinnedSlabs(experts, layout.slab_bytes, limit)
         if pinned.warning:
             warnings.warn(pinned.warning, stacklevel=3)
