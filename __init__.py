@@ -1,16 +1,17 @@
 """FineMoE: what an expert offloading policy gives, for any MoE model, machine and traffic.
 
-`finemoe.simulate(...)` is the API behind the `finemoe-sim` command, `finemoe.load_model(...)` an ordinary
-transformers model whose experts live in a bounded cache (extra `real`).
+`finemoe.simulate(...)` and, on a real model, `finemoe.serve(...)` are the API behind the `finemoe-sim`
+command; `finemoe.load_model(...)` gives a transformers model whose experts are offloaded.
 """
 
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load_model", "simulate"]
+__all__ = ["__version__", "load_model", "serve", "simulate"]
 
 if TYPE_CHECKING:
     from .realexec.load import load_model
+    from .realexec.serve import serve
     from .sim.run import simulate
 
 
@@ -20,11 +21,12 @@ def __getattr__(name: str) -> Any:
         from .sim.run import simulate
 
         return simulate
-    if name == "load_model":
+    if name in ("load_model", "serve"):
         from .realexec.extras import require
 
-        require("finemoe.load_model", "torch", "transformers")
+        require(f"finemoe.{name}", "torch", "transformers")
         from .realexec.load import load_model
+        from .realexec.serve import serve
 
-        return load_model
+        return load_model if name == "load_model" else serve
     raise AttributeError(f"module 'finemoe' has no attribute {name!r}")

@@ -28,9 +28,9 @@ CELLS = ((1, 16, 600.0), (32, 200, 1200.0))  # batch, requests, target in T
 def run_cell(trace: Path, policy: str, cache: str, batch: int, requests: int | str) -> dict[str, float]:
     """One run: iterations, loads, T per iteration, and the times of a whole run."""
     begin = time.perf_counter()
+    from finemoe.serving.settings_file import resolve
     from finemoe.sim.plan import make_plan
     from finemoe.sim.run import run_plan
-    from finemoe.sim.settings import resolve
 
     before = timeout_s()
     progress: list[float] = []

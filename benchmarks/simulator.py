@@ -16,9 +16,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from finemoe.serving.settings_file import resolve
 from finemoe.sim.plan import make_plan
 from finemoe.sim.run import run_plan
-from finemoe.sim.settings import resolve
 from measure import ROOT, machine, median, timeout_s
 
 LAYER_TARGET, LOAD_TARGET = 12.0, 5.0

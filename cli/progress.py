@@ -1,4 +1,4 @@
-"""The progress bar of a grid: simulated time, iterations per second, ETA."""
+"""The progress bar of a grid: the run's own time, iterations per second, ETA."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-    from ..sim.cell import Progress
-    from ..sim.plan import Cell, Plan
+    from ..serving.grid import Cell, Plan
+    from ..serving.outcome import Progress
 
 
 class ProgressBar:
     """A line on standard error per running cell; nothing at all where `shown` is false."""
 
     def __init__(self, plan: Plan, *, shown: bool) -> None:
-        self._cells = [cell for cell in plan.cells if cell.memory]
+        self._cells = [cell for cell in plan.cells if not cell.problem]
+        self._kind = " simulated" if plan.settings.backend == "sim" else ""
         self._shown = shown
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
@@ -57,9 +58,7 @@ class ProgressBar:
             self._start(self._bar, cell, progress)
         assert self._task is not None
         elapsed_s = max(time.perf_counter() - self._began_s, 1e-3)
-        speed = (
-            f"{progress.simulated_s:,.0f} s simulated, {progress.iterations / elapsed_s:,.0f} iterations/s"
-        )
+        speed = f"{progress.run_s:,.0f} s{self._kind}, {progress.iterations / elapsed_s:,.0f} iterations/s"
         self._bar.update(self._task, completed=progress.finished, speed=speed)
 
     def _start(self, bar: RichProgress, cell: Cell, progress: Progress) -> None:

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import typer
 
-from ..errors import CapacityError, InputError, PolicyError
+from ..errors import CapacityError, InputError, PolicyError, TransferError
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -16,8 +16,8 @@ EXIT_CLOSED_PIPE = 141  # what a shell says of a process that SIGPIPE has ended
 
 
 def run(app: typer.Typer, name: str) -> NoReturn:
-    """Run a command line and exit: 0, 2 on bad input or usage, 130 on Ctrl-C, 141 where nobody reads the
-    output any more."""
+    """Run a command line and exit: 0, 2 on bad input, bad usage or experts that cannot be read, 130 on Ctrl-C,
+    141 where nobody reads the output any more."""
     try:
         code = _command(app, name)
         sys.stdout.flush()
@@ -27,7 +27,7 @@ def run(app: typer.Typer, name: str) -> NoReturn:
     except PolicyError as error:
         code = fail(error.headline, error.traceback)
         _print_notes(error)
-    except (InputError, CapacityError) as error:
+    except (InputError, CapacityError, TransferError) as error:
         code = fail(str(error))
         _print_notes(error)
     except (KeyboardInterrupt, typer.Abort):

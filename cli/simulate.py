@@ -1,4 +1,4 @@
-"""`finemoe-sim`, or `finemoe sim`: simulate a grid of policies × expert caches × machines × rates."""
+"""`finemoe-sim`, or `finemoe sim`: a grid of policies, expert caches, machines and rates, sim or real."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import typer
 from .shell import EXIT_INTERRUPTED, run, show_version
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..serving.grid import OnProgress, Plan
     from ..serving.results import Results
+    from ..serving.settings import RunSettings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -32,7 +36,9 @@ def simulate_command(
     trace: Annotated[
         Text, _option("Request trace: CSV, JSON or Parquet; see docs/request-formats.md.", "FILE")
     ] = None,
-    model: Annotated[Text, _option("Model by name, or a config.json. [mixtral-8x7b]", "NAME|FILE")] = None,
+    model: Annotated[
+        Text, _option("Model by name, a config.json, or a checkpoint. [mixtral-8x7b]", "NAME|FILE|DIR")
+    ] = None,
     hardware: Annotated[
         Text, _option("Machines by name, or profiles; a list. [rtx3090x6]", "NAME|FILE,…")
     ] = None,
@@ -64,6 +70,20 @@ def simulate_command(
     expert_dtype: Annotated[Text, _option("Expert weights. [bf16]", "bf16|fp8|int4|mxfp4")] = None,
     routing: Annotated[Text, _option("Routing trace, or made up. [synthetic]", "FILE|synthetic")] = None,
     backend: Annotated[Text, _option("Where the commands of the policy go. [sim]", "sim|cpu|cuda")] = None,
+    prompts: Annotated[
+        Text, _option("Real backends: prompts, cut or repeated to the trace's lengths. [our own]", "FILE")
+    ] = None,
+    history: Annotated[
+        Text, _option("Real backends: a routing trace that policies know beforehand.", "FILE")
+    ] = None,
+    source: Annotated[Text, _option("Real backends: where experts are read. [file]", "file|host")] = None,
+    bandwidth_limit: Annotated[
+        Text, _option("Real backends: at most so much per device, to be slow repeatably.", "2GB/s")
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        _option("Simulate a real run's recorded iterations, and show where decisions differ.", "RESULTS"),
+    ] = None,
     num_requests: Annotated[Text, _option("Requests taken from the trace. [256]", "N|all")] = None,
     start: Annotated[Text, _option("Requests left out at the beginning of the trace. [0]", "N")] = None,
     sample: Annotated[Text, _option("Draw this many of these requests at random.", "N")] = None,
@@ -114,7 +134,7 @@ def simulate_command(
         bool, typer.Option("--version", help="Print the version.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Simulate serving a request trace with the experts of a MoE model offloaded.
+    """Serve a request trace with the experts of a MoE model offloaded: simulated, or with a real model.
 
     Example: finemoe-sim --trace azure.csv --policy lru,finemoe --expert-cache 24GB,0.5 --num-requests 64
     """
@@ -131,6 +151,10 @@ def simulate_command(
         "expert_dtype": expert_dtype,
         "routing": routing,
         "backend": backend,
+        "prompts": prompts,
+        "history": history,
+        "source": source,
+        "bandwidth_limit": bandwidth_limit,
         "num_requests": num_requests,
         "start": start,
         "sample": sample,
@@ -153,6 +177,13 @@ def simulate_command(
         "seed": seed,
         "decisions": decisions,
     }
+    if replay is not None:
+        from .against import print_against
+
+        if config is not None or output is not None or dry_run:
+            raise typer.BadParameter("--replay takes no --config, --output and --dry-run")
+        print_against(replay, options, as_json=as_json)
+        return
     _simulate(options, config, output, as_json=as_json, dry_run=dry_run, quiet=quiet)
 
 
@@ -165,17 +196,16 @@ def _simulate(
     dry_run: bool,
     quiet: bool,
 ) -> None:
+    from ..serving.grid import Interrupted
     from ..serving.output_folder import check_output
-    from ..sim.plan import make_plan
-    from ..sim.run import Interrupted, run_plan
-    from ..sim.settings import resolve
+    from ..serving.settings_file import resolve
     from . import table
     from .progress import ProgressBar
 
     if output is not None:
         check_output(output)
     with redirect_stdout(sys.stderr):  # what a policy of the user's prints is no result
-        plan = make_plan(resolve(options, config))
+        plan, run_plan = _prepared(resolve(options, config))
     human = not (as_json or quiet)
     if dry_run:
         print(table.plan_json(plan), end="") if as_json else table.print_plan(plan)
@@ -186,7 +216,7 @@ def _simulate(
     try:
         shown = not quiet and sys.stdout.isatty() and sys.stderr.isatty()
         with ProgressBar(plan, shown=shown) as bar, redirect_stdout(sys.stderr):
-            results = run_plan(plan, output, bar.update)
+            results = run_plan(output, None if quiet else bar.update)
         code = 0
     except Interrupted as interrupt:
         results = interrupt.results
@@ -201,6 +231,24 @@ def _simulate(
     elif not quiet:
         table.print_results(results, plan.warnings)
     raise typer.Exit(code)
+
+
+def _prepared(settings: RunSettings) -> tuple[Plan, Callable[[Path | None, OnProgress | None], Results]]:
+    """The plan of the backend that the settings name, and what runs it."""
+    if settings.backend == "sim":
+        from ..sim.plan import make_plan
+        from ..sim.run import run_plan
+
+        plan = make_plan(settings)
+        return plan, lambda output, on_progress: run_plan(plan, output, on_progress)
+    from ..realexec.extras import require
+
+    require(f"--backend {settings.backend}", "torch", "transformers")
+    from ..realexec.serve import run_plan as run_real_plan
+    from ..realexec.serving_plan import make_plan as make_real_plan
+
+    real = make_real_plan(settings)
+    return real, lambda output, on_progress: run_real_plan(real, output, on_progress)
 
 
 def main() -> NoReturn:

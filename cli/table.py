@@ -11,9 +11,9 @@ from .formats import console, gigabytes, grid_table, number, percent
 from .slo_table import print_slo
 
 if TYPE_CHECKING:
+    from ..serving.grid import Plan
     from ..serving.metrics import CellSummary
     from ..serving.results import Results
-    from ..sim.plan import Plan
 
 _NAMED_CELLS = 4  # that a note or a reason names
 
@@ -30,9 +30,9 @@ def print_header(plan: Plan) -> None:
     for remark in trace["remarks"]:
         print(f"note      {remark}")
     print(f"routing   {plan.evidence['routing']}: {plan.evidence['routing_notes']}")
-    for profile in plan.profiles:
-        labels = _hardware(plan.evidence["hardware"][profile.name])
-        print(f"machine   {profile.name}: {profile.description}; {labels}")
+    for name, description in plan.machines.items():
+        labels = plan.evidence["hardware"].get(name)
+        print(f"machine   {name}: {description}" + (f"; {_hardware(labels)}" if labels else ""))
     if plan.settings.slo is not None:
         print(f"SLO       {plan.settings.slo}")
     if plan.settings.assumed:
@@ -91,12 +91,12 @@ def print_results(results: Results, shown: tuple[str, ...]) -> None:
     trace = evidence["trace"] + (f" (changed by {', '.join(changed)})" if changed else "")
     machines = evidence["hardware"]
     told = [
-        f"machine{f' {name}' if len(machines) > 1 else ''}: {_hardware(labels)}"
+        f"machine{f' {name}' if len(machines) > 1 else ''}: {_hardware(labels)}; "
         for name, labels in machines.items()
     ]
     print(
         f"evidence  all figures {evidence['figures']}; trace {trace}; routing {evidence['routing']}; "
-        f"{'; '.join(told)}; {len(evidence['assumed'])} settings ASSUMED"
+        f"{''.join(told)}{len(evidence['assumed'])} settings ASSUMED"
     )
     print(f"results   {results.directory}")
 
@@ -146,7 +146,7 @@ def _some(cells: list[str]) -> str:
 
 def print_plan(plan: Plan) -> None:
     """The resolved settings and the memory split of every cell."""
-    from ..sim.settings import to_toml
+    from ..serving.settings_file import to_toml
 
     print_header(plan)
     print()
@@ -154,27 +154,16 @@ def print_plan(plan: Plan) -> None:
     print()
     keys = [cell.key for cell in plan.cells]
     table = grid_table(keys)
-    sizes = ("slots", "per\ndevice", "expert\nGB", "dense\nGB", "reserve\nGB", "KV cache\nGB", "KV\ntokens")
+    sizes = next((cell.sizes() for cell in plan.cells if not cell.problem), {})
     for name in sizes:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("status", overflow="fold")
     for parts, cell in zip(cell_parts(keys), plan.cells, strict=True):
-        memory = cell.memory
-        if memory is None:
-            table.add_row(*parts, *[""] * len(sizes), _short(cell.problem))
-            continue
-        shares = memory.devices
-        table.add_row(
-            *parts,
-            f"{memory.slots:,}",
-            f"{memory.slots_per_device:,}",
-            gigabytes(sum(share.expert_slot_bytes for share in shares)),
-            gigabytes(sum(share.dense_bytes for share in shares)),
-            gigabytes(sum(share.reserve_bytes for share in shares)),
-            gigabytes(memory.kv_budget_bytes),
-            f"{memory.max_kv_tokens:,}",
-            "fits",
-        )
+        own = cell.sizes()
+        cells = [
+            (gigabytes(own[name]) if "GB" in name else f"{own[name]:,}") if own else "" for name in sizes
+        ]
+        table.add_row(*parts, *cells, _short(cell.problem) if cell.problem else "fits")
     console().print(table)
     _print_reasons([(cell.label, cell.problem) for cell in plan.cells if cell.problem])
 
@@ -184,22 +173,23 @@ def plan_json(plan: Plan) -> str:
     import msgspec
 
     from .. import __version__
+    from ..serving.settings import settings_dict
 
     cells = [
         {
             "policy": cell.system.name,
             "expert_cache": cell.expert_cache,
             "expert_cache_bytes": cell.expert_cache_bytes,
-            "hardware": cell.profile.name,
+            "hardware": cell.hardware,
             "rate_per_s": cell.rate_per_s,
-            "status": "fits" if cell.memory else cell.problem,
+            "status": cell.problem or "fits",
             "memory": msgspec.to_builtins(cell.memory),
         }
         for cell in plan.cells
     ]
     payload = {
         "plan": cells,
-        "config": msgspec.to_builtins(plan.settings),
+        "config": settings_dict(plan.settings),
         "trace": plan.trace,
         "evidence": plan.evidence,
         "version": __version__,

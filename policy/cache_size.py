@@ -53,6 +53,17 @@ def parse_cache_size(
     return slots * expert_bytes
 
 
+def parse_bandwidth(text: str, *, name: str) -> float:
+    """Bytes per second: '2GB/s', '500 MB/s'. SettingError naming the option, the value and the form."""
+    match = _SIZE.fullmatch(text.removesuffix("/s"))
+    if not text.endswith("/s") or match is None or match["unit"] not in _UNITS:
+        raise SettingError(f"{name} {text!r} is no bandwidth. Give bytes per second: 2GB/s.")
+    bytes_per_s = float(Fraction(match["number"]) * _UNITS[match["unit"]])
+    if bytes_per_s <= 0:
+        raise SettingError(f"{name} {text!r} is zero. Give bytes per second: 2GB/s.")
+    return bytes_per_s
+
+
 def slots_per_device(
     cache_bytes: int, routed_experts: int, expert_bytes: int, devices: int, *, name: str = "--expert-cache"
 ) -> int:

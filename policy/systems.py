@@ -174,6 +174,11 @@ def find_system(name: str) -> System:
     )
 
 
+def is_group(name: str) -> bool:
+    """Whether the name stands for several systems."""
+    return name in _GROUPS
+
+
 def find_systems(names: tuple[str, ...]) -> list[System]:
     """The rows of these names; `all`: every system of ours but the ablations, `ablations`: those.
 

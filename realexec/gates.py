@@ -203,7 +203,7 @@ def _packed(module: nn.Module) -> bool:
 
 
 def _ordered(output: Any) -> Any:
-    """(logits, weights, chosen experts) of a router; some have them the other way round in transformers 5.17."""
+    """(logits, weights, chosen experts) of a router; in transformers 5.17 some return them in reverse."""
     if isinstance(output, tuple) and len(output) == 3 and not output[0].is_floating_point():
         return output[::-1]
     return output

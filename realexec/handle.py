@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Any
 from .. import _core
 from ..policy.core import make_core
 from ..serving.decisions import decision_table
-from .devices import engine_arena
+from .devices import engine_arena, make_arenas
 from .history import prepare
 from .runtime import Runtime
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import torch
 
     from ..policy.core import Options
     from ..policy.system import System
+    from .expert_layout import ExpertLayout
     from .experts_kernel import Arena
     from .gates import MoeModel
 
@@ -31,19 +33,22 @@ class Handle:
         system: System,
         options: Options,
         source: Any,
-        arenas: list[Arena],
+        layout: ExpertLayout,
+        devices: list[torch.device],
         *,
         bandwidth_limit: float | None = None,
         log_iterations: int = 0,
         history: str | Path | None = None,
     ) -> None:
         self.options = options
-        #: where experts come from; another model of the same checkpoint can be given it
-        self.source = source
+        self.layout = layout
+        self.devices = devices
+        self._source = source
         self._bandwidth_limit = bandwidth_limit
         self._log_iterations = log_iterations
         self._history = history
         self._system = system
+        arenas = make_arenas(layout, options, devices)
         core, engine = self._start(arenas)
         self.runtime = Runtime(
             core=core,
@@ -68,6 +73,20 @@ class Handle:
         """Begin anew with an empty cache, store and log: also after an interrupted forward pass."""
         self._finalizer()
         core, engine = self._start(self.runtime.arenas)
+        self.runtime.restart(core, engine)
+        self._finalizer = weakref.finalize(self, engine.close)
+
+    def use(
+        self, system: System, options: Options, *, log_iterations: int, history: str | Path | None
+    ) -> None:
+        """Begin anew with another system or expert cache. `options`: of `load.model_options`."""
+        self._finalizer()
+        self.runtime.arenas.clear()  # their memory, before the new ones take it
+        self._system, self.options = system, options
+        self._log_iterations, self._history = log_iterations, history
+        arenas = make_arenas(self.layout, options, self.devices)
+        core, engine = self._start(arenas)
+        self.runtime.change(system, int(options["prefetch_distance"]), arenas)
         self.runtime.restart(core, engine)
         self._finalizer = weakref.finalize(self, engine.close)
 
@@ -100,7 +119,7 @@ class Handle:
         core = make_core(self.options, self._log_iterations)
         engine = _core.TransferEngine(
             core,
-            self.source,
+            self._source,
             [engine_arena(arena) for arena in arenas],
             bandwidth_limit_bytes_per_s=self._bandwidth_limit,
         )

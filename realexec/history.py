@@ -31,20 +31,9 @@ def prepare(core: Core, system: System, options: Options, history: str | Path | 
                 "trace of the same model."
             )
         return []
-    source = RoutingFile(history)
-    meta = source.meta
-    shape, wanted = (meta.layers, meta.experts, meta.top_k), (layers, experts, int(options["top_k"]))
-    if shape != wanted:
-        raise SettingError(
-            f"history {history} is of {meta.model} (layers, experts, top K: {shape}), the model has "
-            f"{wanted}. Give a trace of the same model."
-        )
+    shape = (layers, experts, int(options["top_k"]))
+    source = open_history(history, shape, int(options["embedding_width"]))
     searcher = Searcher(make_config(options)) if system.predictor in ("map", "activation") else None
-    if system.predictor == "map" and meta.embedding_width not in (0, int(options["embedding_width"])):
-        raise SettingError(
-            f"history {history} has embeddings of {meta.embedding_width} values, the model's have "
-            f"{options['embedding_width']}. Give a trace recorded from the same model."
-        )
     popularity = np.zeros((layers, experts), np.int64)
     for request in range(source.requests):
         routing = source.recorded(request)
@@ -63,3 +52,21 @@ def prepare(core: Core, system: System, options: Options, history: str | Path | 
         slots_per_device=int(options["slots_per_device"]),
         top_k=int(options["top_k"]),
     )
+
+
+def open_history(history: str | Path, shape: tuple[int, int, int], embedding_width: int) -> RoutingFile:
+    """The trace, of a model of this shape (layers, experts, top K); SettingError for another model's."""
+    source = RoutingFile(history)
+    meta = source.meta
+    found = (meta.layers, meta.experts, meta.top_k)
+    if found != shape:
+        raise SettingError(
+            f"history {history} is of {meta.model} (layers, experts, top K: {found}), the model has "
+            f"{shape}. Give a trace of the same model."
+        )
+    if meta.embedding_width not in (0, embedding_width):
+        raise SettingError(
+            f"history {history} has embeddings of {meta.embedding_width} values, the model's have "
+            f"{embedding_width}. Give a trace recorded from the same model."
+        )
+    return source

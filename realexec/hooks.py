@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .runtime import Batch
+from .batch import Batch
 
 if TYPE_CHECKING:
     from .runtime import Runtime

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from .._core import Source as TransferSource
 from ..errors import SettingError
 from ..policy.cache_size import cycle_warning, parse_cache_size, slots_per_device
 from ..policy.core import core_options, total_slots
 from ..policy.systems import find_system
 from .checksums import read_checksums
-from .devices import make_arenas, parse_devices
+from .devices import parse_devices
 from .expert_layout import ExpertLayout, expert_layout
 from .handle import Handle
 from .hooks import attach
 from .runnable import why_not
 from .safetensors_index import read_index
-from .skeleton import Skeleton, inspect, load_skeleton, read_config, renaming
+from .skeleton import inspect, load_skeleton, read_config, renaming
 from .sources import file_source, host_source
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def load_model(
     policy: str = "finemoe",
     expert_cache: str = "0.5",
     device: str | Sequence[str] = "cpu",
-    source: Source | TransferSource = "file",
+    source: Source = "file",
     *,
     prefetch_distance: int | None = None,
     store_capacity: int = 1000,
@@ -56,8 +56,7 @@ def load_model(
     folder: the checkpoint. policy: a system's name, or `path.py:Class`. expert_cache: bytes ("8GB"), a share
     of all experts ("0.25") or slots ("96slots"), over all devices. device: "cpu", "cuda", or several CUDA
     devices; dense weights and KV cache are on the first. source: where experts are read from, the
-    checkpoint's files or host memory, into which they are copied first; or `model.finemoe.source` of another
-    model of the same checkpoint, which need not be read again.
+    checkpoint's files or host memory, into which they are copied first.
 
     prefetch_distance: layers ahead (3). store_capacity: expert maps. history: a routing trace of the same
     model that fills the map store, and says for `static` which experts are popular. direct: read files past
@@ -69,42 +68,95 @@ def load_model(
     The model computes without gradients. `model.finemoe` has figures, the decision log, `reset()` and
     `close()`. Raises SettingError for what cannot be used, before any weight is read where that can be known.
     """
-    folder = Path(folder)
     system = find_system(policy)
     reason = why_not(system)
     if reason:
         raise SettingError(f"policy {system.name} cannot run on a real model: {reason}.")
-    if isinstance(source, str) and source not in ("file", "host"):
+    if source not in ("file", "host"):
         raise SettingError(f"source is {source!r}. Give 'file' or 'host'.")
     devices = parse_devices(device)
-    config = read_config(folder)
-    whole, layout = _experts_of(folder, config)
-    options = _options(
+    checkpoint = read_checkpoint(Path(folder))
+    options = model_options(
         system,
-        whole.moe,
-        layout,
+        checkpoint,
         len(devices),
         expert_cache,
-        int(config.get_text_config().hidden_size),
         prefetch_distance=prefetch_distance or DEFAULT_DISTANCE,
         store_capacity=store_capacity,
         seed=seed,
         **rules,
     )
-    skeleton = load_skeleton(folder, config, getattr(torch, layout.dtype))
+    for text in cache_warning(options):
+        warnings.warn(text, stacklevel=2)
+    return open_model(
+        checkpoint,
+        system,
+        options,
+        devices,
+        source,
+        direct=direct,
+        bandwidth_limit=bandwidth_limit,
+        pinned_memory=pinned_memory,
+        log_iterations=log_iterations,
+        history=history,
+        progress=progress,
+    )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is known of a checkpoint before any weight is read."""
+
+    folder: Path
+    config: Any
+    moe: MoeModel
+    layout: ExpertLayout
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of an embedding."""
+        return int(self.config.get_text_config().hidden_size)
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read config and index of a checkpoint; SettingError for one that cannot be used."""
+    config = read_config(folder)
+    whole = inspect(config)
+    index = read_index(folder)
+    layout = expert_layout(index, whole.blocks, whole.shapes, renaming(whole), whole.moe.family)
+    return Checkpoint(folder, config, whole.moe, layout)
+
+
+def open_model(
+    checkpoint: Checkpoint,
+    system: System,
+    options: Options,
+    devices: list[torch.device],
+    source: Source,
+    *,
+    direct: bool = False,
+    bandwidth_limit: float | None = None,
+    pinned_memory: str | None = None,
+    log_iterations: int = 0,
+    history: str | Path | None = None,
+    progress: bool = True,
+) -> Any:
+    """The model of a checkpoint; see `load_model`."""
+    folder, layout = checkpoint.folder, checkpoint.layout
+    skeleton = load_skeleton(folder, checkpoint.config, getattr(torch, layout.dtype))
     skeleton.model.to(devices[0])
-    if source == "file":
-        source = file_source(layout, read_checksums(folder, layout), direct=direct)
-    elif source == "host":
-        checksums = read_checksums(folder, layout)
-        source = host_source(layout, checksums, devices[0], pinned_memory, progress=progress)
-    arenas = make_arenas(layout, options, devices)
+    store = (
+        file_source(layout, read_checksums(folder, layout), direct=direct)
+        if source == "file"
+        else host_source(layout, read_checksums(folder, layout), devices[0], pinned_memory, progress=progress)
+    )
     handle = Handle(
         skeleton.moe,
         system,
         options,
-        source,
-        arenas,
+        store,
+        layout,
+        devices,
         bandwidth_limit=bandwidth_limit,
         log_iterations=log_iterations,
         history=history,
@@ -116,43 +168,36 @@ def load_model(
 
 def layout_of(folder: str | Path) -> ExpertLayout:
     """Where the experts of a checkpoint lie. Errors as of `load_model`; no weight is read."""
-    folder = Path(folder)
-    return _experts_of(folder, read_config(folder))[1]
+    return read_checkpoint(Path(folder)).layout
 
 
-def _experts_of(folder: Path, config: Any) -> tuple[Skeleton, ExpertLayout]:
-    whole = inspect(config)
-    index = read_index(folder)
-    return whole, expert_layout(index, whole.blocks, whole.shapes, renaming(whole), whole.moe.family)
-
-
-def _options(
-    system: System,
-    moe: MoeModel,
-    layout: ExpertLayout,
-    devices: int,
-    expert_cache: str,
-    hidden_size: int,
-    **settings: Any,
+def model_options(
+    system: System, checkpoint: Checkpoint, devices: int, expert_cache: str, **settings: Any
 ) -> Options:
-    layers, experts, top_k = len(moe.layers), moe.num_experts, moe.top_k
+    """The core's options for a system and an expert cache; SettingError for a size that is none."""
+    moe, slab_bytes = checkpoint.moe, checkpoint.layout.slab_bytes
+    layers, experts = len(moe.layers), moe.num_experts
     if system.preload == "all":
         expert_cache = "1.0"
-    cache = parse_cache_size(expert_cache, layers * experts, layout.slab_bytes, name="expert_cache")
-    slots = slots_per_device(cache, layers * experts, layout.slab_bytes, devices, name="expert_cache")
-    options = core_options(
+    cache = parse_cache_size(expert_cache, layers * experts, slab_bytes, name="expert_cache")
+    return core_options(
         system,
         layers=layers,
         experts=experts,
-        top_k=top_k,
+        top_k=moe.top_k,
         devices=devices,
-        slots_per_device=slots,
-        expert_bytes=layout.slab_bytes,
-        embedding_width=hidden_size,
-        embedding_work=hidden_size,
+        slots_per_device=slots_per_device(cache, layers * experts, slab_bytes, devices, name="expert_cache"),
+        expert_bytes=slab_bytes,
+        embedding_width=checkpoint.hidden_size,
+        embedding_work=checkpoint.hidden_size,
         **settings,
     )
+
+
+def cache_warning(options: Options) -> tuple[str, ...]:
+    """A warning where so few slots that even LRU has hardly any hits."""
+    layers, experts, top_k, devices, slots = (
+        int(options[name]) for name in ("layers", "experts", "top_k", "devices", "slots_per_device")
+    )
     held = total_slots(layers, experts, devices, slots)
-    for text in cycle_warning(layers, top_k, layers * experts, held):
-        warnings.warn(text, stacklevel=4)
-    return options
+    return cycle_warning(layers, top_k, layers * experts, held)

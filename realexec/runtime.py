@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..errors import FineMoEError
 from ..policy.core import CHUNK_OPEN, FORWARD_PENDING, OUTBOXES, PREFETCH_OPEN
+from .batch import Batch, Observer
 from .experts_kernel import Arena, LayerOutputs, combine, runs_of
 from .host_reader import HostReader
 
@@ -27,36 +28,6 @@ if TYPE_CHECKING:
     from ..policy.core import Core
     from ..policy.system import System
     from .gates import MoeModel
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Who the rows of the next forward pass are. `requests` [B]; `valid` [B, T]: which positions are tokens,
-    None where all are."""
-
-    requests: tuple[int, ...]
-    prefill: bool
-    tokens: int  # T
-    valid: Tensor | None = None
-
-    def lengths(self) -> list[int]:
-        """Tokens of each row."""
-        if self.valid is None:
-            return [self.tokens] * len(self.requests)
-        lengths: list[int] = self.valid.sum(dim=1).tolist()
-        return lengths
-
-    def row_means(self, values: Tensor) -> Tensor:
-        """Mean over each row's tokens of `values` [B·T or B, T, n]: fp32 [B, n]."""
-        rows = values.view(len(self.requests), self.tokens, -1).float()
-        if self.tokens == 1:
-            rows = rows[:, 0]
-        elif self.valid is None:
-            rows = rows.mean(dim=1)
-        else:
-            weights = self.valid.to(rows.dtype).unsqueeze(-1)
-            rows = (rows * weights).sum(dim=1) / weights.sum(dim=1)
-        return rows
 
 
 @dataclass
@@ -83,6 +54,7 @@ class Runtime:
     system: System
     prefetch_distance: int
     times: Times = field(default_factory=Times)
+    observer: Observer | None = None
 
     _reader: HostReader = field(default_factory=HostReader)
     _batch: Batch | None = None  # told beforehand
@@ -92,6 +64,11 @@ class Runtime:
     _hidden: Tensor | None = None
 
     def __post_init__(self) -> None:
+        self.change(self.system, self.prefetch_distance, self.arenas)
+
+    def change(self, system: System, prefetch_distance: int, arenas: list[Arena]) -> None:
+        """Another system and other slots; `restart` follows."""
+        self.system, self.prefetch_distance, self.arenas = system, prefetch_distance, arenas
         layers = len(self.moe.layers)
         self._speculated = [
             self.system.speculated(layer, layers, self.prefetch_distance) for layer in range(layers)
@@ -130,9 +107,11 @@ class Runtime:
         self._open, self._layer, self._logits = batch, -1, None
         phase = "prefill" if batch.prefill else "decode"
         rows = [(r, phase, n, True) for r, n in zip(batch.requests, batch.lengths(), strict=True)]
-        (embeddings,) = self._reader.read(batch.row_means(embedded))
-        mask = self.core.begin_iteration(rows, embeddings, self.engine.now())
+        (embedding,) = self._reader.read(batch.row_means(embedded))
+        mask = self.core.begin_iteration(rows, embedding, self.engine.now())
         self._deliver(mask)
+        if self.observer is not None:
+            self.observer.begun(batch, embedding)
         self._count_policy(began_s)
         self._wait_searches(mask)
 
@@ -150,7 +129,11 @@ class Runtime:
             )
         self._layer, self._logits = layer, None
         began_s = time.perf_counter()
+        kept = batch.kept()
+        if kept is not None:
+            hidden, padded, chosen, weights = hidden[kept], hidden, chosen[kept], weights[kept]
         rows, ids = self._reader.read(batch.row_means(self.moe.probabilities(logits)), chosen)
+        row_counts = self._row_counts(batch, ids) if self._counts_rows or self.observer else None
         counts = np.bincount(ids.reshape(-1), minlength=self.moe.num_experts)
         required = counts.nonzero()[0]
         mask = self.core.gate(
@@ -159,21 +142,26 @@ class Runtime:
             required.tolist(),
             counts[required].tolist(),
             self.engine.now(),
-            self._row_counts(batch, ids) if self._counts_rows else None,
+            row_counts if self._counts_rows else None,
         )
         self._deliver(mask)
+        if self.observer is not None and row_counts is not None:
+            self.observer.routed(rows, row_counts)
         for target in self._speculated[layer]:
             asked = batch.row_means(self.moe.probabilities(self.moe.ask(target, self._hidden)))
             (guessed,) = self._reader.read(asked)
             mask |= self.core.speculation(layer, target, guessed, self.engine.now())
             self._deliver(mask)
+            if self.observer is not None:
+                self.observer.speculated(layer, target, guessed)
         self._count_policy(began_s)
         self._wait_searches(mask)
         # The order within an expert is transformers' own: a product's rows round by where they stand.
         order = torch.sort(chosen.reshape(-1))[1]
         starts = [0, *np.cumsum(counts).tolist()]
         outputs = self._in_parts(layer, experts, hidden[order // chosen.shape[-1]], starts)
-        return combine(outputs, weights, order, hidden)
+        combined = combine(outputs, weights, order, hidden)
+        return combined if kept is None else torch.zeros_like(padded).index_copy_(0, kept, combined)
 
     def finish(self) -> None:
         """All requests of the last pass are over."""
@@ -193,6 +181,8 @@ class Runtime:
         mask = self.core.end_iteration(self.engine.now(), finished)
         self._open = None
         self._deliver(mask)
+        if self.observer is not None:
+            self.observer.ended()
         self.times.policy_s += time.perf_counter() - began_s
         self.times.iterations += 1
 
@@ -272,7 +262,8 @@ class Runtime:
     def _row_counts(self, batch: Batch, ids: NDArray[np.int64]) -> NDArray[np.int32]:
         """Tokens of each row that each expert received, [B, J]."""
         rows, experts = len(batch.requests), self.moe.num_experts
-        places = ids.reshape(rows, -1) + np.arange(rows)[:, None] * experts
+        tokens = [batch.tokens] * rows if len(ids) == rows * batch.tokens else batch.lengths()
+        places = ids + np.repeat(np.arange(rows) * experts, tokens)[:, None]
         return (
             np.bincount(places.reshape(-1), minlength=rows * experts).reshape(rows, experts).astype(np.int32)
         )

@@ -147,7 +147,7 @@ def summarize(
     memory_bytes: Mapping[str, int],
     busy_s: Mapping[str, float],
     devices: int,
-    simulated_s: float,
+    simulated_s: float | None,
     counted_s: float,
     wall_s: float | None,
     max_num_seqs: int,

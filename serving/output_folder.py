@@ -15,7 +15,9 @@ from .cells import CellKey, cell_names
 
 FORMAT = "finemoe results 1"
 SUMMARY = "summary.json"
-CELL_FILES = frozenset({"requests.parquet", "iterations.parquet", "timeseries.parquet", "decisions.parquet"})
+CELL_FILES = frozenset(
+    f"{name}.parquet" for name in ("requests", "iterations", "timeseries", "decisions", "routing")
+)
 TOP_FILES = frozenset({SUMMARY, "config.resolved.toml", "wall.json"})
 
 
@@ -80,7 +82,7 @@ def _foreign(place: Path) -> str | None:
     try:
         summary = json.loads((place / SUMMARY).read_text("utf-8"))
         ours = summary["format"] == FORMAT
-        cells = set(cell_names(_key(run) for run in summary["runs"]))
+        cells = set(cell_names(summary_keys(summary)))
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return entries[0]
     for name in entries:
@@ -92,6 +94,11 @@ def _foreign(place: Path) -> str | None:
         elif not ours or plain not in CELL_FILES | TOP_FILES or not _is_file(place / name):
             return name
     return None
+
+
+def summary_keys(summary: dict[str, Any]) -> list[CellKey]:
+    """The cells of a summary.json; what is none raises LookupError or TypeError."""
+    return [_key(run) for run in summary["runs"]]
 
 
 def _key(run: dict[str, Any]) -> CellKey:

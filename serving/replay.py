@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from ..errors import CoreError, SettingError, TraceError
 from ..policy.core import POLICY_OPTIONS, Core, core_options, make_core
 from ..policy.systems import find_system
-from .decisions import (
-    FIRST_COMMAND,
-    KINDS,
-    LISTS,
-    NUMBERS,
-    Decisions,
-    kind_codes,
-    list_parts,
-    log_table,
-    read_decisions,
-)
+from .decisions import FIRST_COMMAND, KINDS, LISTS, Decisions, log_table, read_decisions
+from .log_rows import SHOWN, LogRows
 
 _CONTEXT_ROWS = 6
-_SHOWN = ("sub_kind", *NUMBERS)
 #: What the binding raises for values that no event can have.
 _UNFIT = (TypeError, ValueError, RuntimeError, OverflowError, IndexError, MemoryError)
 #: Options of 64 bits; the other whole numbers have 32.
@@ -72,7 +60,7 @@ def replay(results: str | Path) -> ReplayReport:
         path = path / "decisions.parquet"
     log = read_decisions(path)
     core = _fresh_core(path, log.options)
-    rows = _Rows(log.table, log.options["layers"], log.options["experts"])
+    rows = LogRows(log.table, log.options["layers"], log.options["experts"])
     rejected_at, rejection = len(rows), ""
     for index in np.flatnonzero(rows.kind < FIRST_COMMAND).tolist():
         try:
@@ -84,7 +72,7 @@ def replay(results: str | Path) -> ReplayReport:
             rejected_at, rejection = index, f"no event has these values ({about.splitlines()[0]})"
         if rejection:
             break
-    fresh = _Rows(log_table(core.take_log()), rows.layers, rows.experts)
+    fresh = LogRows(log_table(core.take_log()), rows.layers, rows.experts)
     first = _first_difference(rows, fresh)
     if first is None and rejection:
         first = rejected_at
@@ -175,70 +163,11 @@ def _alterations(log: Decisions, sequence: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-class _Rows:
-    """A decision table as NumPy columns, with random access to its lists."""
-
-    def __init__(self, table: pa.Table, layers: int, experts: int) -> None:
-        self.layers, self.experts = layers, experts
-        self._table = table.combine_chunks()
-        self.kind = kind_codes(self._table["kind"].combine_chunks(), "kind")
-        self._columns: dict[str, Any] = {}
-
-    def __len__(self) -> int:
-        return len(self.kind)
-
-    def column(self, name: str) -> Any:
-        """A column as NumPy values; strings as objects."""
-        if name not in self._columns:
-            chunk = self._table[name].combine_chunks()
-            if pa.types.is_dictionary(chunk.type):
-                chunk = chunk.dictionary_decode()
-            self._columns[name] = chunk.to_numpy(zero_copy_only=False)
-        return self._columns[name]
-
-    def list_parts(self, name: str) -> tuple[Any, Any]:
-        """Offsets and values of a list column."""
-        key = f"{name} list"
-        if key not in self._columns:
-            self._columns[key] = list_parts(self._table[name].combine_chunks())
-        parts: tuple[Any, Any] = self._columns[key]
-        return parts
-
-    def items(self, name: str, index: int) -> Any:
-        offsets, values = self.list_parts(name)
-        return values[offsets[index] : offsets[index + 1]]
-
-    def gate_rows(self, index: int) -> Any:
-        """The row's `values` as gate rows [B, J]; CoreError where they are none."""
-        values = self.items("values", index)
-        if len(values) % self.experts:
-            raise CoreError(f"{len(values)} values are no rows of {self.experts} probabilities")
-        return values.reshape(-1, self.experts)
-
-    def describe(self, index: int) -> str:
-        """One line: sequence, kind, and the fields that are set."""
-        shown = [f"#{index}", f"{self.column('time_s')[index]:.9g}s", KINDS[self.kind[index]]]
-        for name in _SHOWN:
-            value = self.column(name)[index]
-            if value is not None and value != -1:
-                shown.append(f"{name}={value}")
-        experts = self.items("experts", index)
-        if len(experts):
-            shown.append(f"experts={experts.tolist()}")
-        reason = self.column("reason")[index]
-        return " ".join([*shown, reason] if reason else shown)
-
-    def feed(self, core: Core, index: int) -> None:
-        """Play the event of that row."""
-        feeder = _FEEDERS[KINDS[self.kind[index]]]
-        feeder(self, core, index, float(self.column("time_s")[index]))
-
-
-def _first_difference(logged: _Rows, fresh: _Rows) -> int | None:
+def _first_difference(logged: LogRows, fresh: LogRows) -> int | None:
     n = min(len(logged), len(fresh))
     differs = logged.kind[:n] != fresh.kind[:n]
     differs |= logged.column("time_s")[:n].view(np.int64) != fresh.column("time_s")[:n].view(np.int64)
-    for name in ("iteration", "blocking", "reason", *_SHOWN):
+    for name in ("iteration", "blocking", "reason", *SHOWN):
         differs |= logged.column(name)[:n] != fresh.column(name)[:n]
     for name in LISTS:
         differs |= _lists_differ(logged.list_parts(name), fresh.list_parts(name), n)
@@ -260,65 +189,3 @@ def _lists_differ(one: tuple[Any, Any], other: tuple[Any, Any], n: int) -> Any:
     if unequal.size:
         differs[np.searchsorted(one[0][: same + 1], unequal[0], side="right") - 1] = True
     return differs
-
-
-def _seed_store(rows: _Rows, core: Core, i: int, time_s: float) -> None:
-    ages, values = rows.items("requests", i), rows.items("values", i)
-    size = len(ages) * rows.layers * rows.experts
-    core.seed_store(values[:size], values[size:] if len(values) > size else None, ages.tolist(), time_s)
-
-
-def _begin_iteration(rows: _Rows, core: Core, i: int, time_s: float) -> None:
-    parts = [rows.items(name, i).tolist() for name in ("requests", "tokens", "phases")]
-    if len({len(part) for part in parts}) > 1:
-        raise CoreError(f"{len(parts[0])} requests, {len(parts[1])} tokens and {len(parts[2])} phases")
-    made = [
-        (request, "decode" if flag & 1 else "prefill", tokens, bool(flag & 2))
-        for request, tokens, flag in zip(*parts, strict=True)
-    ]
-    embeddings = rows.items("values", i)
-    core.begin_iteration(made, embeddings if len(embeddings) else None, time_s)
-
-
-def _gate(rows: _Rows, core: Core, i: int, time_s: float) -> None:
-    experts, counts = rows.items("experts", i).tolist(), rows.items("token_counts", i).tolist()
-    # After the token counts of the experts come those of each row, where the predictor needs them.
-    row_counts = np.array(counts[len(experts) :], np.int32).reshape(-1, rows.experts)
-    core.gate(
-        int(rows.column("layer")[i]),
-        rows.gate_rows(i),
-        experts,
-        counts[: len(experts)],
-        time_s,
-        row_counts if row_counts.size else None,
-    )
-
-
-def _foresight(rows: _Rows, core: Core, i: int, time_s: float) -> None:
-    ends = np.cumsum(rows.items("token_counts", i))
-    steps = np.split(rows.items("experts", i), ends)[:-1]
-    core.foresight(int(rows.column("ticket")[i]), [step.tolist() for step in steps], time_s)
-
-
-_FEEDERS: dict[str, Callable[[_Rows, Core, int, float], object]] = {
-    "seed_store": _seed_store,
-    "preload": lambda rows, core, i, t: core.preload(rows.items("experts", i).tolist(), t),
-    "begin_iteration": _begin_iteration,
-    "gate": _gate,
-    "speculation": lambda rows, core, i, t: core.speculation(
-        int(rows.column("layer")[i]), int(rows.column("target")[i]), rows.gate_rows(i), t
-    ),
-    "search_done": lambda rows, core, i, t: core.search_done(int(rows.column("ticket")[i]), t),
-    "loaded": lambda rows, core, i, t: core.loaded(int(rows.column("expert")[i]), t),
-    "paused": lambda rows, core, i, t: core.paused(
-        int(rows.column("expert")[i]), int(rows.column("bytes")[i]), t
-    ),
-    "load_failed": lambda rows, core, i, t: core.load_failed(
-        int(rows.column("expert")[i]), str(rows.column("reason")[i]), t
-    ),
-    "computed": lambda rows, core, i, t: core.computed(
-        int(rows.column("layer")[i]), rows.items("experts", i).tolist(), t
-    ),
-    "end_iteration": lambda rows, core, i, t: core.end_iteration(t, rows.items("requests", i).tolist()),
-    "foresight": _foresight,
-}

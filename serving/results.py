@@ -7,6 +7,7 @@
     DIR/iterations.parquet      one row per step
     DIR/timeseries.parquet      one row per second
     DIR/decisions.parquet       the core's event and command log, where it is kept
+    DIR/routing.parquet         what the gates said, of a real run: a routing trace
 
 A grid of several cells has one folder per cell with the Parquet files, named by policy and cache
 (`DIR/lru-24GB/`) and by hardware and rate where the grid has several (`DIR/lru-24GB-h100-0.5rps/`); the other
@@ -155,6 +156,11 @@ class ResultsWriter:
             for path in part.iterdir():
                 os.rename(path, self._staging / path.name)
             part.rmdir()
+
+    def cell_folder(self, cell: str) -> Path:
+        """The folder of a cell that still runs, for files that are written by others while it does."""
+        with self._writing():
+            return self._write_tables(cell)
 
     def drop_cell(self, cell: str) -> None:
         """Drop what was written of a cell that will not be finished."""

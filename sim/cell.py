@@ -1,36 +1,22 @@
-"""One cell of a grid: what it is made of, its memory split and core, and what comes out of it."""
+"""One cell of a simulated grid: what it is made of, its memory split and core."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ..errors import SettingError
 from ..policy.core import Options, core_options
 from .memory import plan_memory, whole_model_bytes
 
 if TYPE_CHECKING:
-    import numpy as np
-    import pyarrow as pa
-    from numpy.typing import NDArray
-
     from ..calibration.profile import HardwareProfile
     from ..policy.models import ExpertDtype, ModelSpec
     from ..policy.system import System
-    from ..serving.logs import IterationLog, RequestLog
-    from ..traces.requests import Request
+    from ..serving.selection import Requests
+    from ..serving.settings import RunSettings
     from ..traces.routing import RoutingSource
     from .memory import MemoryPlan
-    from .settings import RunSettings
-
-
-class Requests(Protocol):
-    """Requests in order of arrival, read again from the beginning by every iteration over them."""
-
-    def __iter__(self) -> Iterator[Request]: ...
-
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -47,37 +33,6 @@ class CellInputs:
     routing: RoutingSource
     settings: RunSettings
     longest_tokens: int | None = None  # prompt and output of one request at most; None: look
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a cell is."""
-
-    simulated_s: float
-    iterations: int
-    finished: int
-    requests: int
-
-
-@dataclass(frozen=True)
-class CellOutcome:
-    """What happened in one cell. `per_layer`: int64[2, L] (prefill, decode) of activated, hits and late.
-
-    The logs and decisions hold the whole run; counters, layers and busy times the last `counted_s` seconds,
-    from the admission of the first request that is no warm-up. `decisions` is None where none were kept or
-    they were given to `on_decisions`.
-    """
-
-    requests: RequestLog
-    iterations: IterationLog
-    counters: dict[str, int]
-    per_layer: dict[str, NDArray[np.int64]]
-    decisions: pa.Table | None
-    memory_bytes: dict[str, int]
-    busy_s: dict[str, float]
-    simulated_s: float
-    counted_s: float
-    notes: tuple[str, ...]
 
 
 def plan_cell(inputs: CellInputs) -> MemoryPlan:

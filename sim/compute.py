@@ -8,7 +8,6 @@ the bf16 rate. Times assume that no copy runs; the caller applies the profile's 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +15,7 @@ from numpy.typing import NDArray
 from ..calibration.profile import HardwareProfile
 from ..errors import SettingError
 from ..policy.models import BF16_BYTES, ExpertDtype, ModelSpec
-
-#: what activations take between devices: the profile's peer figures, or the host links
-PeerLink = Literal["nvlink", "pcie"]
-PEER_LINKS: tuple[PeerLink, ...] = get_args(PeerLink)
+from ..serving.settings import PeerLink
 
 # Kernels of one layer beside its routed experts in a fused engine: two norms with their residual additions,
 # query-key-value product, rotary embedding with the KV write, attention, output product, router product,

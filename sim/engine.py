@@ -20,7 +20,7 @@ from ..policy.core import (
     Feed,
 )
 from ..serving.logs import IterationLog
-from .compute import ComputeModel
+from .engine_parts import ComputeTimes, GateFeed, Shape
 from .events import ENGINE, Timer
 from .foresight import Foresight
 from .host_memory import make_links
@@ -30,7 +30,6 @@ from .search_worker import SearchWorker
 
 if TYPE_CHECKING:
     from ..calibration.profile import HardwareProfile
-    from ..policy.models import ModelSpec
     from ..policy.system import System
     from ..serving.scheduler import Step
     from .memory import MemoryPlan
@@ -47,9 +46,9 @@ class Engine:
         self,
         env: simpy.Environment,
         core: Core,
-        feed: Feed,
-        model: ModelSpec,
-        compute: ComputeModel,
+        feed: GateFeed,
+        model: Shape,
+        compute: ComputeTimes,
         profile: HardwareProfile,
         system: System,
         prefetch_distance: int,
@@ -73,7 +72,9 @@ class Engine:
         )
         self.placement = Placement(profile.devices) if memory.replicated else None
         self.worker = SearchWorker(env, core, profile, self.deliver)
-        self.foresight = Foresight(core, feed, model.layers) if system.predictor == "oracle" else None
+        self.foresight = None
+        if system.predictor == "oracle" and isinstance(feed, Feed):  # a log has its own
+            self.foresight = Foresight(core, feed, model.layers)
         self.log = IterationLog()
         self.compute_s = 0.0
         self._stall_s = self._search_wait_s = self._computed_s = 0.0  # of the iteration

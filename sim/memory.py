@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import msgspec
 
 from ..calibration.profile import HardwareProfile
@@ -11,10 +9,7 @@ from ..errors import CapacityError
 from ..policy.cache_size import bytes_text, cycle_warning, slots_per_device
 from ..policy.core import owned_experts
 from ..policy.models import ExpertDtype, ModelSpec
-
-#: dense weights and KV cache on device 0, or on every device, each with the KV cache of its own requests
-Dense = Literal["device0", "replicated"]
-DENSE: tuple[Dense, ...] = get_args(Dense)
+from ..serving.settings import Dense
 
 
 class DeviceShare(msgspec.Struct, frozen=True, kw_only=True):

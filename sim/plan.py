@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,46 +16,47 @@ from ..policy.cache_size import parse_cache_size
 from ..policy.models import ModelSpec, load_model_spec
 from ..policy.system import System
 from ..policy.systems import find_systems
-from ..serving.cells import CellKey, cell_labels, cell_names
-from ..traces.requests import RequestSelection, RequestTrace, open_requests, select_requests
+from ..serving.grid import Cell, named_cells, refuse_unless_any_runs
+from ..serving.selection import check_warmup, describe_trace, select
+from ..serving.settings import RunSettings
+from ..traces.requests import RequestSelection, open_requests
 from ..traces.routing import RoutingSource
 from ..traces.routing_file import RoutingFile
 from ..traces.routing_preset import load_preset, preset_for
 from ..traces.synthetic import SyntheticRouting
-from .evidence import describe_trace, evidence_of
+from .evidence import evidence_of
 from .memory import MemoryPlan, plan_memory, whole_model_bytes
 from .popularity import sample_of
-from .settings import RunSettings
 
 if TYPE_CHECKING:
-    from .cell import Requests
+    from ..serving.selection import Requests
 
 TRAINING_SHARE = 0.7  # paper §6.1: 70 % of the data fill the store, 30 % are served
 _SPLIT_STREAM = 1  # keeps the offline split's draws apart from other uses of the run's seed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One run of the grid. `memory` is None, and `problem` is its status, where it cannot run.
+class SimulatedCell(Cell):
+    """One run of a simulated grid."""
 
-    `requests` arrive at the cell's rate; `name` is that of its folder.
-    """
-
-    system: System
-    expert_cache: str
-    expert_cache_bytes: int
     profile: HardwareProfile
-    rate_per_s: float | None
-    requests: RequestSelection
-    memory: MemoryPlan | None
-    problem: str = ""
-    name: str = ""
-    label: str = ""
+    memory: MemoryPlan | None = None
 
-    @property
-    def key(self) -> CellKey:
-        """What tells the cell from the others of its grid."""
-        return CellKey(self.system.name, self.expert_cache, self.profile.name, self.rate_per_s)
+    def sizes(self) -> dict[str, int]:
+        """See `Cell`."""
+        memory = self.memory
+        if memory is None:
+            return {}
+        shares = memory.devices
+        return {
+            "slots": memory.slots,
+            "per\ndevice": memory.slots_per_device,
+            "expert\nGB": sum(share.expert_slot_bytes for share in shares),
+            "dense\nGB": sum(share.dense_bytes for share in shares),
+            "reserve\nGB": sum(share.reserve_bytes for share in shares),
+            "KV cache\nGB": memory.kv_budget_bytes,
+            "KV\ntokens": memory.max_kv_tokens,
+        }
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Plan:
     profiles: tuple[HardwareProfile, ...]
     training: Requests
     routing: RoutingSource
-    cells: tuple[Cell, ...]
+    cells: tuple[SimulatedCell, ...]
     trace: Mapping[str, Any]  # what the results say of the request trace
     evidence: Mapping[str, Any]
     warnings: tuple[str, ...]
@@ -76,6 +77,11 @@ class Plan:
     def requests(self) -> RequestSelection:
         """Those of the first cell: all cells serve the same ones, each at its rate."""
         return self.cells[0].requests
+
+    @property
+    def machines(self) -> Mapping[str, str]:
+        """Name of each machine → what it is."""
+        return {profile.name: profile.description for profile in self.profiles}
 
 
 def make_plan(settings: RunSettings) -> Plan:
@@ -91,17 +97,13 @@ def make_plan(settings: RunSettings) -> Plan:
     experts, expert_bytes = model.routed_experts(), model.expert_bytes(settings.expert_dtype)
     sizes = {text: parse_cache_size(text, experts, expert_bytes) for text in settings.expert_cache}
     trace = open_requests(settings.trace, sort=settings.sort)
-    selected = {rate: _select(trace, settings, rate) for rate in settings.rate or (None,)}
+    selected = select(trace, settings)
     requests, training = _split(next(iter(selected.values())), settings)
     served = dict.fromkeys(selected, requests) if settings.offline else selected
-    if settings.warmup >= len(requests):
-        raise SettingError(
-            f"--warmup is {settings.warmup}, but {len(requests)} requests are served: none would be counted. "
-            "Give a smaller number."
-        )
+    check_warmup(settings, len(requests))
     routing = _routing(settings, model)
     inactive = {system.name: _inactive(system, routing, requests, settings) for system in systems}
-    cells = _named(
+    cells = named_cells(
         [
             cell
             for system in systems
@@ -110,6 +112,7 @@ def make_plan(settings: RunSettings) -> Plan:
             for cell in _cells(system, text, size, profile, served, model, settings, inactive)
         ]
     )
+    refuse_unless_any_runs(cells, "with this routing")
     return Plan(
         settings=settings,
         model=model,
@@ -140,20 +143,6 @@ def _profiles(settings: RunSettings) -> tuple[HardwareProfile, ...]:
             )
         profiles[profile.name] = profile
     return tuple(profiles.values())
-
-
-def _select(trace: RequestTrace, settings: RunSettings, rate: float | None) -> RequestSelection:
-    return select_requests(
-        trace,
-        num_requests=None if settings.num_requests == "all" else settings.num_requests,
-        start=settings.start,
-        sample=settings.sample,
-        time_scale=settings.time_scale,
-        rate=rate,
-        prompt_tokens=settings.prompt_tokens,
-        output_tokens=settings.output_tokens,
-        seed=settings.seed,
-    )
 
 
 def _split(selected: RequestSelection, settings: RunSettings) -> tuple[RequestSelection, Requests]:
@@ -206,7 +195,7 @@ def _cells(
     model: ModelSpec,
     settings: RunSettings,
     inactive: Mapping[str, str],
-) -> list[Cell]:
+) -> list[SimulatedCell]:
     """One system, cache size and machine at every rate."""
     memory = None
     longest = next(iter(served.values())).longest_tokens  # rates change no length
@@ -224,10 +213,11 @@ def _cells(
     except CapacityError as error:
         problem = f"DOES NOT FIT: {error}"
     return [
-        Cell(
+        SimulatedCell(
             system=system,
             expert_cache=expert_cache,
             expert_cache_bytes=expert_cache_bytes,
+            hardware=profile.name,
             profile=profile,
             rate_per_s=rate,
             requests=requests,
@@ -236,27 +226,6 @@ def _cells(
         )
         for rate, requests in served.items()
     ]
-
-
-def _named(cells: list[Cell]) -> tuple[Cell, ...]:
-    """The cells with their names. SettingError where two would share a folder, CapacityError if none fits."""
-    keys = [cell.key for cell in cells]
-    names = zip(cell_names(keys), cell_labels(keys), strict=True)
-    named = [replace(cell, name=name, label=label) for cell, (name, label) in zip(cells, names, strict=True)]
-    by_folder: dict[str, Cell] = {}
-    for cell in named:
-        other = by_folder.setdefault(cell.name, cell)
-        if other is not cell:
-            raise SettingError(
-                f"{other.label!r} and {cell.label!r} would both be kept in the folder {cell.name}. "
-                "Write --expert-cache, --hardware or --rate of one of them differently, or leave it out."
-            )
-    if not any(cell.memory for cell in named):
-        what, _, why = named[0].problem.partition(": ")
-        if what == "INACTIVE":
-            raise SettingError(f"--policy {named[0].system.name} is INACTIVE with this routing: {why}.")
-        raise CapacityError(why)
-    return tuple(named)
 
 
 def _inactive(system: System, routing: RoutingSource, served: Requests, settings: RunSettings) -> str:

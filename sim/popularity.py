@@ -9,8 +9,9 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ..serving.selection import Requests
     from ..traces.routing import RoutingSource
-    from .cell import CellInputs, Requests
+    from .cell import CellInputs
 
 # Without training requests: as many others as these, as long as these. ASSUMED.
 SAMPLE_REQUESTS = 32

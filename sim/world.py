@@ -13,8 +13,9 @@ from ..errors import PolicyError
 from ..policy.core import Feed, Searcher, make_config, make_core, popular_experts
 from ..serving.decisions import decision_table
 from ..serving.logs import RequestLog
+from ..serving.outcome import CellOutcome, Progress
 from ..serving.scheduler import Scheduler
-from .cell import CellInputs, CellOutcome, Progress, cell_options, inactive_notes, plan_cell
+from .cell import CellInputs, cell_options, inactive_notes, plan_cell
 from .compute import ComputeModel
 from .engine import Engine
 from .events import ARRIVAL, ENGINE, Timer
@@ -115,7 +116,7 @@ class _World:
             decisions=decision_table(core.take_log(), self._options) if self._log_iterations else None,
             memory_bytes=self._plan.peak_memory_bytes(self._peak_kv_tokens),
             busy_s=busy_s,
-            simulated_s=env.now,
+            run_s=env.now,
             counted_s=counted_s,
             notes=(
                 *self._plan.warnings,

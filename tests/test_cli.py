@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from finemoe.cli.simulate import simulate_command
-from finemoe.sim.settings import RunSettings
+from finemoe.serving.settings import RunSettings
 
 SIM = "from finemoe.cli.entry import simulate_main; simulate_main()"
 VERB = "from finemoe.cli.entry import main; main()"
@@ -73,8 +73,8 @@ def test_the_flags_are_the_settings() -> None:
         (("--polcy", "lru"), "No such option"),
         (("--trace", "{trace}", "--seed", "one"), "--seed is 'one'. Give a whole number."),
         (("--trace", "absent.csv"), "absent.csv"),
-        (("--trace", "{trace}", "--backend", "cuda"), "not built yet"),
-        (("--trace", "{trace}", "--backend", "cpu"), "not built yet"),
+        (("--trace", "{trace}", "--backend", "cuda"), "--model is missing"),
+        (("--trace", "{trace}", "--backend", "cpu", "--model", "m", "--set", "a=1"), "--set means nothing"),
         (("--trace", "{trace}", "--policy", "fine"), "finemoe"),
         (("--trace", "{trace}", "--model", "mixtrl"), "mixtral"),
         (("--trace", "{trace}", "--hardware", "rtx4090"), "rtx4090"),

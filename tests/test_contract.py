@@ -14,7 +14,7 @@ from finemoe.policy.contract import SystemContract
 from finemoe.policy.contract.log_rules import check_rules
 from finemoe.policy.contract.worlds import random_world, serve
 from finemoe.policy.systems import SYSTEMS
-from finemoe.sim.cell import CellOutcome
+from finemoe.serving.outcome import CellOutcome
 
 
 def contract_of(system: str) -> type[SystemContract]:

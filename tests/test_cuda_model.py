@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from cuda_case import DEVICES, NEEDS_CUDA, torch
+from finemoe.policy.systems import find_system
 from finemoe.realexec.host_reader import HostReader, pack, unpack
-from finemoe.realexec.load import load_model
+from finemoe.realexec.load import load_model, model_options, read_checkpoint
 from test_load_model import assert_same, logits, prompts, save
 from tiny_models import VOCABULARY
 
@@ -92,16 +93,20 @@ def test_two_devices_are_lossless(tmp_path: Path) -> None:
         check(tmp_path, resident, on("cuda:0", prompts(3)), policy, "0.5", ["cuda:0", "cuda:1"])
 
 
-def test_a_source_serves_several_models(tmp_path: Path) -> None:
-    resident = save(tmp_path, "mixtral")
-    given = prompts(1)
+@pytest.mark.parametrize("device", DEVICES)
+def test_another_system_on_the_same_model_is_lossless(device: str, tmp_path: Path) -> None:
+    resident = save(tmp_path, "mixtral", torch.bfloat16).to(device)
+    given = on(device, prompts(3))
     wanted = logits(resident, given)
-    first = load_model(tmp_path, "lru", "7slots", source="host", progress=False)
-    second = load_model(tmp_path, "finemoe", "9slots", source=first.finemoe.source)
-    for model in (first, second):
-        model.generation_config.eos_token_id = None
+    checkpoint = read_checkpoint(tmp_path)
+    model = load_model(tmp_path, "lru", "3slots", device, "host", progress=False)
+    model.generation_config.eos_token_id = None
+    for policy, cache in (("finemoe", "9slots"), ("promoe", "5slots"), ("no-offload", "1.0")):
+        system = find_system(policy)
+        options = model_options(system, checkpoint, 1, cache, prefetch_distance=2, store_capacity=10)
+        model.finemoe.use(system, options, log_iterations=0, history=None)
         assert_same(wanted, logits(model, given))
-        model.finemoe.close()
+    model.finemoe.close()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -11,8 +11,8 @@ from finemoe.calibration.figures import MAX_DEVICES
 from finemoe.calibration.profile import apply_overrides, load_machine, load_profile
 from finemoe.cli.simulate import app
 from finemoe.errors import SettingError
+from finemoe.serving.settings_file import resolve, to_toml
 from finemoe.sim.run import simulate
-from finemoe.sim.settings import resolve, to_toml
 from typer.testing import CliRunner
 
 ONE, SIX = load_profile("rtx3090"), load_profile("rtx3090x6")

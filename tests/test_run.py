@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from finemoe import simulate
 from finemoe.errors import CapacityError, SettingError
-from finemoe.sim.cell import Progress
-from finemoe.sim.plan import Cell, Plan, _named, make_plan
+from finemoe.serving.grid import Cell, named_cells
+from finemoe.serving.outcome import Progress
+from finemoe.serving.settings_file import resolve
+from finemoe.sim.plan import Plan, make_plan
 from finemoe.sim.run import Interrupted, OnProgress
-from finemoe.sim.settings import resolve
 from finemoe.traces.npz_import import import_chosen_experts
 
 
@@ -72,7 +73,7 @@ def test_two_cells_never_share_a_folder(trace: Path) -> None:
         SettingError,
         match="'finemoe 24 GB' and 'finemoe 24_GB' would both be kept in the folder finemoe-24_GB",
     ):
-        _named(same)
+        named_cells(same)
 
 
 @pytest.mark.parametrize(

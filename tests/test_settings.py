@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from finemoe.errors import SettingError
-from finemoe.sim.settings import RunSettings, resolve, to_toml
+from finemoe.serving.settings import RunSettings
+from finemoe.serving.settings_file import resolve, to_toml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,7 +74,13 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
         ({"policy": "lru,,lfu"}, r"--policy is lru,,lfu"),
         ({"policy": "lru,lfu,lru"}, r"lru stands there twice"),
         ({"expert_dtype": "bf61"}, r"--expert-dtype is bf61\. Choose bf16 or .*Did you mean bf16\?"),
-        ({"backend": "cuda"}, r"--backend is cuda\. That backend is not built yet"),
+        ({"backend": "cuda"}, r"--model is missing\. Give the folder of a checkpoint: --backend cuda"),
+        ({"prompts": "p.txt"}, r"--prompts means nothing with --backend sim"),
+        (
+            {"backend": "cpu", "model": "m", "hardware": "h100"},
+            r"--hardware means nothing with --backend cpu\. Leave it out",
+        ),
+        ({"bandwidth_limit": "2GB"}, r"--bandwidth-limit means nothing with --backend sim"),
         ({"backend": "gpu"}, r"--backend is gpu\. Choose sim"),
         ({"frequency": "runs"}, r"--frequency is runs\. Choose run or residency\. Did you mean run\?"),
         ({"seed": "9" * 23}, r"--seed is 9{23}\. Give a whole number of at most 9223372036854775807"),

@@ -14,10 +14,10 @@ from finemoe.errors import CapacityError, SettingError
 from finemoe.serving.cells import CellKey, cell_labels, cell_names
 from finemoe.serving.metrics import CellSummary, Load, load
 from finemoe.serving.output_folder import check_output
+from finemoe.serving.settings_file import resolve
 from finemoe.serving.slo import SloResult
 from finemoe.serving.sweep import saturation
 from finemoe.sim.plan import make_plan
-from finemoe.sim.settings import resolve
 from finemoe.traces.requests import Request
 from world_case import ListedRouting, MadeRouting, cell, serve, small_machine, small_model
 
@@ -182,7 +182,7 @@ def test_the_overload_factor_is_offered_over_served(utilisation: float) -> None:
             settings={"max_num_seqs": 1, "decisions": 0},
         )
         outcome = serve(inputs)
-        return load(outcome.requests, max_num_seqs=1), outcome.simulated_s
+        return load(outcome.requests, max_num_seqs=1), outcome.run_s
 
     _, service_s = served(1.0, 1)
     found, _ = served(service_s / utilisation, 60)

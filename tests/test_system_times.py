@@ -12,7 +12,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from finemoe.sim.cell import CellOutcome
+from finemoe.serving.outcome import CellOutcome
 from finemoe.traces.requests import Request
 from finemoe.traces.routing import RequestRouting
 from world_case import (

@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 import page_traces
 import pytest
-from finemoe.sim.cell import CellInputs, CellOutcome, cell_options, plan_cell
+from finemoe.serving.outcome import CellOutcome
+from finemoe.sim.cell import CellInputs, cell_options, plan_cell
 from finemoe.traces.requests import Request
 from reference_core import ReferenceCore
 from reference_formulas import delta_of, delta_set, finemoe_key, inverse_norms, running_sums, semantic_scores

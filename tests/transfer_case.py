@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -207,8 +207,11 @@ class ForwardPass:
         """What computes with the chunk is over here; on a device it is only queued."""
 
 
+Pass = TypeVar("Pass", bound=ForwardPass)
+
+
 @contextmanager
-def running(forward: ForwardPass) -> Iterator[ForwardPass]:
+def running(forward: Pass) -> Iterator[Pass]:
     """The engine started, and closed in the end."""
     forward.engine.start()
     try:

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -38,23 +40,11 @@ def write_routing(path: str | Path, meta: RoutingMeta, requests: Iterable[Reques
     path = Path(path)
     check_replaceable(path)
     partial = partial_of(path)
-    schema = schema_of(meta)
-    count = 0
     try:
-        with (
-            partial.open("xb") as file,
-            pq.ParquetWriter(
-                file, schema, compression="zstd", use_dictionary=False, write_page_checksum=True
-            ) as writer,
-        ):
+        with partial.open("xb") as file, RoutingWriter(file, path, meta) as writer:
             for routing in requests:
-                for distance in meta.speculation:
-                    if distance not in routing.speculation:
-                        raise TraceError(path, f"no rows at distance {distance}.", place=f"request {count}")
-                check_routing(routing, meta, path, count)
-                writer.write_table(table_of(count, routing, meta, schema), row_group_size=routing.iterations)
-                count += 1
-        if count == 0:
+                writer.add(routing)
+        if writer.requests == 0:
             raise TraceError(path, "no requests to write.", remedy="Give at least one request.")
         os.replace(partial, path)
     except OSError as error:
@@ -62,7 +52,42 @@ def write_routing(path: str | Path, meta: RoutingMeta, requests: Iterable[Reques
     finally:
         with suppress(OSError):  # the usual case: it was moved, or could not be created
             partial.unlink()
-    return count
+    return writer.requests
+
+
+class RoutingWriter:
+    """Writes a routing trace into an open file, request by request; whole when it is left without an error.
+
+    `path` is what errors name. `write_routing` is the way to a file of its own.
+    """
+
+    def __init__(self, file: BinaryIO, path: Path, meta: RoutingMeta) -> None:
+        self._path, self._meta = path, meta
+        self._schema = schema_of(meta)
+        self._writer = pq.ParquetWriter(
+            file, self._schema, compression="zstd", use_dictionary=False, write_page_checksum=True
+        )
+        self.requests = 0  #: written so far
+
+    def add(self, routing: RequestRouting) -> None:
+        """Write the next request; TraceError for one that breaks a rule of the format."""
+        for distance in self._meta.speculation:
+            if distance not in routing.speculation:
+                raise TraceError(
+                    self._path, f"no rows at distance {distance}.", place=f"request {self.requests}"
+                )
+        check_routing(routing, self._meta, self._path, self.requests)
+        table = table_of(self.requests, routing, self._meta, self._schema)
+        self._writer.write_table(table, row_group_size=routing.iterations)
+        self.requests += 1
+
+    def __enter__(self) -> RoutingWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.close()
 
 
 class RoutingFile:

@@ -84,8 +84,8 @@ void DeviceWorker::begin(const Command& load) {
     load_ = load;
     asked_to_pause_ = false;
     position_ = load.offset;
-    load_began_ = Clock::now();
     const std::scoped_lock lock(figures_mutex_);
+    loading_since_ = Clock::now();
     doing_ = std::string(load.load_kind == LoadKind::demand ? "demand" : "prefetch") + " of expert " +
              std::to_string(load.expert) + " into slot " + std::to_string(load.slot);
 }
@@ -163,7 +163,7 @@ void DeviceWorker::end_load(std::int64_t DeviceStatistics::* count) {
     load_.reset();
     const std::scoped_lock lock(figures_mutex_);
     figures_.*count += 1;
-    figures_.busy_s += seconds(Clock::now() - load_began_);
+    figures_.busy_s += seconds(Clock::now() - *std::exchange(loading_since_, std::nullopt));
     doing_ = "idle";
 }
 
@@ -177,7 +177,11 @@ void DeviceWorker::fill(ExpertId expert, int slot) {
 
 DeviceStatistics DeviceWorker::statistics() {
     const std::scoped_lock lock(figures_mutex_);
-    return figures_;
+    DeviceStatistics figures = figures_;
+    if (loading_since_) {
+        figures.busy_s += seconds(Clock::now() - *loading_since_);
+    }
+    return figures;
 }
 
 std::string DeviceWorker::describe() {

@@ -82,10 +82,10 @@ class DeviceWorker {
     bool asked_to_pause_ = false;
     std::int64_t position_ = 0;  // bytes of the slab handed to the copier, and before
     std::deque<InFlight> in_flight_;
-    Clock::time_point load_began_{};
 
     std::mutex figures_mutex_;
     DeviceStatistics figures_;
+    std::optional<Clock::time_point> loading_since_;  // the load in flight
     std::string doing_ = "idle";
 };
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...serving.outcome import CellOutcome
 from ...serving.timeseries import time_series
-from ...sim.cell import CellInputs, CellOutcome, plan_cell
+from ...sim.cell import CellInputs, plan_cell
 
 RELATIVE = 1e-9
 
@@ -72,11 +73,11 @@ def _check_time(outcome: CellOutcome, inputs: CellInputs) -> None:
     taken_s = steps["end_s"] - steps["start_s"]
     assert (taken_s > 0.0).all()
     assert (steps["start_s"][1:] >= steps["end_s"][:-1]).all()
-    assert steps["end_s"][-1] == outcome.simulated_s
+    assert steps["end_s"][-1] == outcome.run_s
     parts = ("compute_s", "stall_s", "search_wait_s")
     assert all((steps[name] >= 0.0).all() for name in parts)
     # Besides, a moment is known to a rounding of itself.
-    rounding_s = 64 * np.finfo(np.float64).eps * outcome.simulated_s
+    rounding_s = 64 * np.finfo(np.float64).eps * outcome.run_s
     np.testing.assert_allclose(sum(steps[name] for name in parts), taken_s, rtol=RELATIVE, atol=rounding_s)
     devices = inputs.profile.devices
     knots_s = np.ravel((steps["start_s"], steps["end_s"]), order="F")
@@ -137,7 +138,7 @@ def _check_host_memory(events: list[Event], outcome: CellOutcome, inputs: CellIn
     loads = sum(event["kind"] == "Load" for event in events)
     assert counters["host_hits"] + counters["host_misses"] == loads
     assert counters["ssd_bytes"] <= counters["host_misses"] * plan_cell(inputs).expert_bytes
-    assert outcome.busy_s["ssd"] <= outcome.simulated_s * (1 + RELATIVE)
+    assert outcome.busy_s["ssd"] <= outcome.run_s * (1 + RELATIVE)
 
 
 def _check_series(outcome: CellOutcome, inputs: CellInputs) -> None:
@@ -146,7 +147,7 @@ def _check_series(outcome: CellOutcome, inputs: CellInputs) -> None:
     series = time_series(
         outcome.requests,
         outcome.iterations,
-        simulated_s=outcome.simulated_s,
+        simulated_s=outcome.run_s,
         devices=inputs.profile.devices,
         hit_rate_defined=True,
     )
@@ -156,7 +157,7 @@ def _check_series(outcome: CellOutcome, inputs: CellInputs) -> None:
 
     def adds_up(name: str, total: float, scale: float = 1.0) -> None:
         found = float((columns[name] * width_s).sum() * scale)
-        np.testing.assert_allclose(found, total, rtol=1e-9, atol=1e-9 * outcome.simulated_s, err_msg=name)
+        np.testing.assert_allclose(found, total, rtol=1e-9, atol=1e-9 * outcome.run_s, err_msg=name)
 
     adds_up("queue", float((rows["admitted_s"] - rows["arrival_s"]).sum()))
     adds_up("batch", float((rows["finished_s"] - rows["admitted_s"]).sum()))
@@ -199,14 +200,14 @@ def _check_links(events: list[Event], outcome: CellOutcome, inputs: CellInputs) 
     assert copied >= outcome.counters["bytes_moved"]
     if inputs.settings.warmup == 0:  # of which the counters know nothing
         assert copied == outcome.counters["bytes_moved"]
-    busy_s += sum(outcome.simulated_s - load["time_s"] for load in loading.values())
-    assert busy_s <= inputs.profile.devices * outcome.simulated_s * (1 + RELATIVE)
+    busy_s += sum(outcome.run_s - load["time_s"] for load in loading.values())
+    assert busy_s <= inputs.profile.devices * outcome.run_s * (1 + RELATIVE)
     logged_s = float(outcome.iterations.table()["link_busy_end_s"][-1])
     if "ssd" in outcome.busy_s:  # a load may have waited for the SSD before its copy began
         assert logged_s <= busy_s * (1 + RELATIVE)
-        assert outcome.busy_s["ssd"] <= outcome.simulated_s * (1 + RELATIVE)
+        assert outcome.busy_s["ssd"] <= outcome.run_s * (1 + RELATIVE)
     else:
-        np.testing.assert_allclose(logged_s, busy_s, rtol=RELATIVE, atol=RELATIVE * outcome.simulated_s)
+        np.testing.assert_allclose(logged_s, busy_s, rtol=RELATIVE, atol=RELATIVE * outcome.run_s)
 
 
 def _check_memory(events: list[Event], outcome: CellOutcome, inputs: CellInputs) -> None:

@@ -17,7 +17,7 @@ from .searches import Command
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from ...sim.cell import CellOutcome
+    from ...serving.outcome import CellOutcome
 
 Logged = dict[str, Any]
 

@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 
 from ...calibration.profile import HardwareProfile, load_profile
-from ...sim.cell import CellInputs, CellOutcome
-from ...sim.settings import RunSettings
+from ...serving.outcome import CellOutcome
+from ...serving.settings import RunSettings
+from ...sim.cell import CellInputs
 from ...sim.world import run_cell
 from ...traces.requests import Request
 from ..models import ModelSpec
