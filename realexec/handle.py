@@ -81,7 +81,8 @@ class Handle:
     ) -> None:
         """Begin anew with another system or expert cache. `options`: of `load.model_options`."""
         self._finalizer()
-        self.runtime.arenas.clear()  # their memory, before the new ones take it
+        self.runtime.arenas.clear()  # their memory, before the new ones take it;
+        self.runtime.engine = None  # the engine has it, too
         self._system, self.options = system, options
         self._log_iterations, self._history = log_iterations, history
         arenas = make_arenas(self.layout, options, self.devices)

@@ -3,13 +3,14 @@ too; test_load_model.py has all of them there."""
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cuda_case import DEVICES, NEEDS_CUDA, torch
 from finemoe.policy.systems import find_system
-from finemoe.realexec import experts_kernel
+from finemoe.realexec import devices, experts_kernel, handle
 from finemoe.realexec.experts_kernel import LayerOutputs, launches
 from finemoe.realexec.host_reader import HostReader, pack, unpack
 from finemoe.realexec.load import load_model, model_options, read_checkpoint
@@ -114,6 +115,27 @@ def test_another_system_on_the_same_model_is_lossless(device: str, tmp_path: Pat
         model.finemoe.use(system, options, log_iterations=0, history=None)
         assert_same(wanted, logits(model, given))
     model.finemoe.close()
+
+
+def test_another_system_takes_its_slots_when_the_old_ones_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, "mixtral")
+    model = load_model(tmp_path, "lru", "11slots")
+    old = weakref.ref(model.finemoe.runtime.arenas[0].memory)
+    left: list[Any] = []
+
+    def make_arenas(*arguments: Any) -> Any:
+        left.append(old())
+        return devices.make_arenas(*arguments)
+
+    monkeypatch.setattr(handle, "make_arenas", make_arenas)
+    options = model_options(
+        find_system("lru"), read_checkpoint(tmp_path), 1, "5slots", prefetch_distance=3, store_capacity=1
+    )
+    model.finemoe.use(find_system("lru"), options, log_iterations=0, history=None)
+    model.finemoe.close()
+    assert left == [None]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
