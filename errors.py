@@ -57,6 +57,10 @@ class PolicyError(InputError):
         self.problem = problem
         self.traceback = traceback.rstrip("\n")
 
+    def at(self, place: str) -> PolicyError:
+        """The same with a wider place before its own."""
+        return PolicyError(self.policy, f"{place}, {self.place}", self.problem, self.traceback)
+
     @property
     def headline(self) -> str:
         """The text without the traceback."""

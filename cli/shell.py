@@ -16,8 +16,8 @@ EXIT_CLOSED_PIPE = 141  # what a shell says of a process that SIGPIPE has ended
 
 
 def run(app: typer.Typer, name: str) -> NoReturn:
-    """Run a command line and exit: 0, 2 on bad input, bad usage or experts that cannot be read, 130 on Ctrl-C,
-    141 where nobody reads the output any more."""
+    """Run a command line and exit: 0, 2 on bad input, usage or unreadable experts, 130 on Ctrl-C, 141 where
+    nobody reads the output any more."""
     try:
         code = _command(app, name)
         sys.stdout.flush()

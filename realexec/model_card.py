@@ -32,7 +32,7 @@ def model_card(report: BuildReport) -> str:
     settings = report.settings
     layers, experts, top_k = report.layers, settings.experts, settings.top_k
     slices = " --slices" if settings.slices else ""
-    doing = "far worse" if settings.slices else "about as well, at several times the memory"
+    doing = "far worse" if settings.slices else "somewhat worse, at several times the memory"
     return f"""---
 license: {report.licence}
 tags: [mixture-of-experts, upcycled, untrained]

@@ -47,7 +47,7 @@ class GateRecorder:
         self._distances = tuple(distances)
         self._embedding_layer = model.get_input_embeddings()
         self._hooks: list[Any] = []
-        self._mask: Tensor | None = None
+        self._drop()
 
     def __enter__(self) -> GateRecorder:
         def hook_of(layer: int) -> Any:
@@ -67,10 +67,15 @@ class GateRecorder:
             hook.remove()
         self._drop()
 
+    def _drop(self) -> None:
+        self._mask: Tensor | None = None
+        self._embedding: Tensor | None = None
+        self._held: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._next = 0  # layers seen
+
     def begin(self, mask: Tensor) -> None:
         """The next forward pass is of these tokens: bool [B, S], false for pads; every row has a true."""
-        batch, moe = len(mask), self._moe
-        shape = (len(moe.layers), batch, moe.num_experts)
+        shape = (len(self._moe.layers), len(mask), self._moe.num_experts)
         self._drop()
         self._mask = mask
         self._tokens = mask.sum(dim=1)
@@ -97,12 +102,6 @@ class GateRecorder:
         )
         self._drop()
         return iteration
-
-    def _drop(self) -> None:
-        self._mask = None
-        self._embedding: Tensor | None = None
-        self._held: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._next = 0  # layers seen
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _embedded(self, _: object, inputs: object, output: Tensor) -> None:

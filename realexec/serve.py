@@ -23,7 +23,7 @@ ROUTING_FILE = "routing.parquet"
 def serve(
     trace: str | Path | None = None,
     *,
-    model: str | Path,
+    model: str | Path | None = None,
     backend: str = "cpu",
     config: str | Path | None = None,
     output: str | Path | None = None,
@@ -35,7 +35,7 @@ def serve(
     As `simulate`, but for real: `backend` is "cpu" or "cuda", requests arrive by the wall clock, figures are
     MEASURED. Each cell's folder has `routing.parquet` besides, what the gates said.
     """
-    settings = resolve({"trace": trace, "model": str(model), "backend": backend, **options}, config)
+    settings = resolve({"trace": trace, "model": model, "backend": backend, **options}, config)
     if settings.backend == "sim":
         raise SettingError("backend is sim: finemoe.simulate runs the simulator.")
     return run_plan(make_plan(settings), None if output is None else Path(output), on_progress)
@@ -74,7 +74,7 @@ class _Grid:
                 model, plan.settings, list(cell.requests), plan.prompts, observer, InOrder(writer), sink
             )
             outcome = server.run()
-        return Served(outcome, len(plan.devices), outcome.notes)
+        return Served(outcome, len(plan.devices), outcome.run_s, outcome.notes)
 
     def _fresh(self, cell: RealCell, *, progress: bool) -> Any:
         """The model with the cell's system, and nothing cached."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..errors import PolicyError
 from ..serving.logs import IterationLog, RequestLog
 from ..serving.outcome import CellOutcome, Progress
 from ..serving.scheduler import Scheduler, Step
@@ -80,7 +81,10 @@ class CellServer:
                     break
                 self._idle()
                 continue
-            self._iterate(step)
+            try:
+                self._iterate(step)
+            except PolicyError as error:
+                raise error.at(f"iteration {len(self._log)}") from error.__cause__
         ended = self._reading()  # before what is under way at the end moves on
         if self._settings.decisions:
             self._sink.decisions(self._handle.decisions())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,10 +96,11 @@ OnProgress = Callable[[Cell, Progress], None]
 
 @dataclass(frozen=True)
 class Served:
-    """A cell that was run: its outcome on so many devices, and what is to be said of it."""
+    """A cell that was run: its outcome on so many devices, its wall time, and what is to be said of it."""
 
     outcome: CellOutcome
     devices: int
+    wall_s: float
     notes: tuple[str, ...]
     ttft_defined: bool = True
 
@@ -162,20 +162,18 @@ def run_grid(
         for place, cell in enumerate(plan.cells):
             if cell.problem:
                 continue
-            begin = time.perf_counter()
             try:
                 served = serve(cell, CellSink(cell, writer, on_progress))
             except CapacityError as error:
                 runs[place] = _not_run(cell, f"DOES NOT FIT: {error}")
                 writer.drop_cell(cell.name)
                 continue
-            wall_s = time.perf_counter() - begin
             summary = summary_of(
                 cell,
                 served.outcome,
                 plan.settings,
                 devices=served.devices,
-                wall_s=wall_s,
+                wall_s=served.wall_s,
                 notes=served.notes,
                 ttft_defined=served.ttft_defined,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from ..errors import SettingError
@@ -63,11 +64,13 @@ def _serve(plan: Plan, cell: SimulatedCell, sink: CellSink) -> Served:
         settings=settings,
         longest_tokens=cell.requests.longest_tokens,
     )
+    begin = time.perf_counter()
     outcome = run_cell(inputs, sink.progress, sink.decisions)
+    wall_s = time.perf_counter() - begin
     # What the world, the memory split and the routing have to say.
     notes = [*outcome.notes, *(cell.memory.warnings if cell.memory else ()), *inputs.routing.remarks()]
     if meta.prefill == "none":
         notes.append("TTFT: undefined (the routing has no prefill iterations)")
     if meta.prefill == "derived":
         notes.append("TTFT: DERIVED (prefill routing aggregated from the first decode iterations)")
-    return Served(outcome, cell.profile.devices, tuple(notes), ttft_defined=meta.prefill != "none")
+    return Served(outcome, cell.profile.devices, wall_s, tuple(notes), ttft_defined=meta.prefill != "none")

@@ -98,8 +98,7 @@ class _World:
         try:
             env.run(until=env.process(self._serve()))
         except PolicyError as error:
-            place = f"iteration {len(self._engine.log)}, {error.place}"
-            raise PolicyError(error.policy, place, error.problem, error.traceback) from error.__cause__
+            raise error.at(f"iteration {len(self._engine.log)}") from error.__cause__
         if self._on_decisions is not None:
             self._hand_over()
         now, before = self._reading(), self._before

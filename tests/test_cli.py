@@ -62,7 +62,7 @@ def test_help_imports_nothing_heavy(code: str) -> None:
 
 def test_the_flags_are_the_settings() -> None:
     parameters = set(simulate_command.__annotations__) - {"return"}
-    beside = {"config", "output", "as_json", "dry_run", "quiet", "version"}
+    beside = {"config", "output", "as_json", "dry_run", "quiet", "version", "replay"}
     assert parameters - beside == set(RunSettings.__struct_fields__) - {"assumed"}
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from finemoe.errors import SettingError
-from finemoe.realexec.extras import require
 from tiny_models import EXPERTS, FAMILIES, TOP_K, tiny_model, torch, transformers
 
 from finemoe.realexec.gates import find_moe  # isort: skip  # after torch is known to be there
@@ -93,9 +92,3 @@ def test_a_model_whose_config_turns_experts_off() -> None:
     model = tiny_model("qwen3_moe", decoder_sparse_step=99)
     with pytest.raises(SettingError, match="this qwen3_moe model has no layer with routed experts"):
         find_moe(model)
-
-
-def test_what_is_missing_is_named_with_its_extra() -> None:
-    require("finemoe trace record", "torch", "transformers")
-    with pytest.raises(SettingError, match=r"absent_one and absent_two.*pip install 'finemoe\[real\]'"):
-        require("finemoe trace record", "torch", "absent_one", "absent_two")

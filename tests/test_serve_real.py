@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ pytest.importorskip("torch", reason="torch is not installed (extra `real`)")
 pytest.importorskip("transformers", reason="transformers is not installed (extra `real`)")
 
 import finemoe
-from finemoe.errors import SettingError, TraceError
+from finemoe.errors import PolicyError, SettingError, TraceError, TransferError
 from finemoe.policy.systems import SYSTEMS
 from finemoe.realexec.runnable import why_not
 from finemoe.serving.grid import Cell, Interrupted
@@ -168,6 +169,27 @@ def test_interrupting_keeps_finished_cells(inputs: dict[str, object], tmp_path: 
     assert replay(tmp_path / "out" / "lru-10slots").identical
 
 
+def test_an_expert_that_cannot_be_read_keeps_finished_cells(
+    inputs: dict[str, object], tmp_path: Path
+) -> None:
+    folder = checkpoint(tmp_path / "model")
+    (weights,) = folder.glob("*.safetensors")
+
+    def shorten(cell: Cell, progress: Progress) -> None:
+        if cell.system.name == "lfu":
+            os.truncate(weights, 1000)
+
+    with pytest.raises(TransferError, match="could not be loaded in three attempts") as caught:
+        finemoe.serve(
+            **(inputs | {"model": folder}),  # type: ignore[arg-type]
+            policy="lru,lfu",
+            output=tmp_path / "out",
+            on_progress=shorten,
+        )
+    assert caught.value.__notes__ == [f"finished runs are kept in {tmp_path / 'out.partial'}"]
+    assert replay(tmp_path / "out.partial" / "lru-10slots").identical
+
+
 def test_an_altered_log_is_caught_at_its_place(inputs: dict[str, object], tmp_path: Path) -> None:
     finemoe.serve(**inputs, policy="finemoe", output=tmp_path / "out")  # type: ignore[arg-type]
     path = tmp_path / "out" / "decisions.parquet"
@@ -183,6 +205,25 @@ def test_an_altered_log_is_caught_at_its_place(inputs: dict[str, object], tmp_pa
     assert report.divergence is not None
     assert report.divergence.sequence == row
     assert report.alterations == ("column slot was altered",)
+
+
+def test_a_users_policy_runs_and_its_failure_has_a_place(inputs: dict[str, object], tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    code = (
+        "from finemoe.policy.plugin import ExpertView, Policy\n"
+        "class Oldest(Policy):\n"
+        "    def eviction_key(self, expert: ExpertView) -> float:\n"
+        "        return {}\n"
+    )
+    file.write_text(code.format("float(expert.last_used)"))
+    policy = f"{file}:Oldest"
+    results = finemoe.serve(**inputs, policy=policy, output=tmp_path / "out")  # type: ignore[arg-type]
+    assert results.runs[0].requests == 8
+    assert replay(tmp_path / "out").identical
+    file.write_text(code.format("1 / (expert.layer_now - 1)"))
+    with pytest.raises(PolicyError, match=r"Oldest: iteration \d+, eviction_key at layer 1: failed"):
+        finemoe.serve(**inputs, policy=policy, output=tmp_path / "bad")  # type: ignore[arg-type]
+    assert not (tmp_path / "bad").exists()
 
 
 def test_few_or_no_decisions(inputs: dict[str, object], tmp_path: Path) -> None:

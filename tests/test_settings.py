@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from finemoe.errors import SettingError
-from finemoe.serving.settings import RunSettings
+from finemoe.serving.settings import RunSettings, settings_dict
 from finemoe.serving.settings_file import resolve, to_toml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -209,6 +209,23 @@ def test_resolved_settings_come_back_from_their_toml(
     assert resolve({"model": "gpt-oss-20b"}, file).assumed == tuple(
         n for n in settings.assumed if n != "model"
     )
+
+
+def test_a_real_run_has_its_own_settings_and_no_machines(tmp_path: Path) -> None:
+    settings = resolve({"trace": "a", "backend": "cpu", "model": "m", "bandwidth_limit": "2GB/s"})
+    assert settings.expert_cache == ("0.5",)
+    assert {"expert_cache", "source"} < set(settings.assumed)
+    assert not {"hardware", "routing", "dense"} & set(settings.assumed)
+    file = tmp_path / "config.resolved.toml"
+    file.write_text(to_toml(settings), "utf-8")
+    assert "hardware" not in file.read_text("utf-8")
+    assert resolve({}, file) == settings
+    assert {"source", "bandwidth_limit"} < set(settings_dict(settings))
+    assert "peer_link" not in settings_dict(settings)
+    assert "source" not in settings_dict(resolve({"trace": "a"}))
+    file.write_text(to_toml(settings) + 'hardware = ["h100"]\n', "utf-8")
+    with pytest.raises(SettingError, match=r"--hardware in .*\.toml means nothing with --backend cpu"):
+        resolve({}, file)
 
 
 def test_a_float_written_without_a_point_is_a_number(tmp_path: Path) -> None:
