@@ -38,7 +38,7 @@ class Batch:
 
     def row_means(self, values: Tensor) -> Tensor:
         """Mean over each row's tokens of `values` [B·T or B, T, n]: fp32 [B, n]."""
-        rows = values.view(len(self.requests), self.tokens, -1).float()
+        rows = values.detach().view(len(self.requests), self.tokens, -1).float()
         if self.tokens == 1:
             rows = rows[:, 0]
         elif self.valid is None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import SettingError
 from .batch import Batch
 from .batch_cache import BatchCache
+from .versions import cache_argument
 
 _ATTENTION = {"full_attention", "sliding_attention"}
 
@@ -30,7 +31,7 @@ class BatchForward:
         self._requests: list[int] = []  # by row
         self._newest = torch.zeros(0, 1, dtype=torch.long, device=self._device)
         named = inspect.signature(model.forward).parameters
-        self._cache_name = "cache" if "cache" in named else "past_key_values"  # changed within transformers 5
+        self._cache_name = cache_argument(model)
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in named else {}
         self.answers: dict[int, list[int]] = {}
         self.peak_kv_bytes = 0

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from ..traces.routing import RequestRouting
 from .recorder import GateRecorder, Iteration, routing_of
+from .versions import cache_argument
 
 
 def generate_recorded(
@@ -37,8 +38,7 @@ def generate_recorded(
     mask = torch.arange(longest, device=device) >= torch.tensor(pads, device=device)[:, None]
     positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
     named = inspect.signature(model.forward).parameters
-    # The name changed within transformers 5.
-    cache = {"cache" if "cache" in named else "past_key_values": DynamicCache(config=model.config)}
+    cache = {cache_argument(model): DynamicCache(config=model.config)}
     keep = {"logits_to_keep": 1} if "logits_to_keep" in named else {}
     last = torch.tensor(sorted(ends), dtype=torch.long, device=device)
     new: list[list[int]] = [[] for _ in prompts]

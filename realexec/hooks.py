@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .batch import Batch
+from .versions import cache_argument
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -35,7 +36,7 @@ def attach(model: Any, runtime: Runtime) -> None:
         setattr(layer.experts, _ATTRIBUTE, (runtime, layer.index))
         layer.router.register_forward_hook(functools.partial(_routed, runtime))
     model.set_experts_implementation(FUNCTION)
-    requests = _Requests(runtime)
+    requests = _Requests(runtime, cache_argument(model))
     model.register_forward_pre_hook(requests.expect, with_kwargs=True)
     model.get_input_embeddings().register_forward_hook(functools.partial(_embedded, runtime))
     model.generate = functools.partial(_generate, model, runtime, type(model).generate)
@@ -59,8 +60,9 @@ def _generate(model: Any, runtime: Runtime, generate: Any, *args: Any, **kwargs:
 class _Requests:
     """Tells requests of plain forward passes apart: a pass without a past begins as many as it has rows."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, cache_argument: str) -> None:
         self._runtime = runtime
+        self._cache_argument = cache_argument
         self._next = 0
         self._running: tuple[int, ...] = ()
 
@@ -71,9 +73,7 @@ class _Requests:
         embedded = kwargs.get("inputs_embeds")
         given: Any = kwargs.get("input_ids", args[0] if args else None) if embedded is None else embedded
         rows, tokens = int(given.shape[0]), int(given.shape[1])
-        past = kwargs.get(
-            "cache", kwargs.get("past_key_values")
-        )  # its name from transformers 5.24 on, before
+        past = kwargs.get(self._cache_argument)
         begun = past is not None and past.get_seq_length() > 0
         if not begun or rows != len(self._running):
             self._running = tuple(range(self._next, self._next + rows))

@@ -38,7 +38,7 @@ preload() { # FOLDER LIBRARY COMMAND...
 }
 
 # Those that reach the core. A sanitizer keeps freed memory, so what a run leaves behind is not measured here.
-core_tests=$(grep -lE '^from finemoe(\.| import ).*(_core|policy\.core|contract|sim|replay|cli)' tests/test_*.py |
+core_tests=$(grep -lE '^from (transfer_case|finemoe(\.| import ).*(_core|policy\.core|contract|sim|replay|cli))' tests/test_*.py |
     grep -vE 'test_(docs|plugin_tutorial)')
 unmeasured="not memory_is_bounded and not breaks_the_contract"
 export ASAN_OPTIONS=detect_leaks=0 # the interpreter keeps what it has at exit

@@ -113,8 +113,18 @@ class CompiledCore:
         flags = {_core.FORWARD_PENDING: forward, _core.SEARCH_PENDING: searches}
         flags |= {1 << _core.DEVICE_SHIFT + g: box for g, box in enumerate(devices)}
         assert all(bool(mask & bit) == bool(box) for bit, box in flags.items())
+        self._check_queries(mask)
         self.mask = mask
         return commands
+
+    def _check_queries(self, mask: int) -> None:
+        """What the core says when asked is what the last event's mask said."""
+        assert self.core.chunk_resident() == bool(mask & _core.CHUNK_READY)
+        assert self.core.prefetch_open() == bool(mask & _core.PREFETCH_OPEN)
+        experts, slots = self.core.chunk_slots()
+        assert bool(len(experts)) == bool(mask & _core.CHUNK_OPEN)
+        assert experts[slots >= 0].tolist() == self.core.chunk_ready()
+        assert slots.tolist() == [self.core.slot(e) for e in experts.tolist()]
 
     def _logged(self) -> list[Command]:
         log: dict[str, Any] = self.core.take_log()

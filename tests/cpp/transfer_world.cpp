@@ -50,6 +50,14 @@ class FlakyCopier final : public transfer::Copier {
         if (fails(chunk)) {
             refuse(chunk);
         }
+        // At most two at once, and of one load: what was asked to pause is over before anything else begins.
+        const transfer::Chunk* last = under_way_.empty() ? nullptr : &under_way_.back();
+        if (under_way_.size() >= depth() ||
+            (last != nullptr &&
+             (last->expert != chunk.expert || last->offset + last->bytes != chunk.offset))) {
+            fail(scenario_.name,
+                 "a chunk is submitted behind one of another load, or too many are under way");
+        }
         inner_->submit(chunk);
         under_way_.push_back(chunk);
         broken_ = false;
