@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import inspect
 import os
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import torch
 import transformers
 from finemoe.policy.systems import find_system
 from finemoe.realexec.load import model_options, read_checkpoint
+from finemoe.realexec.versions import cache_argument
 from gpu_copies import copy_rates, engine_rates, overlap, synchronize
 from gpu_model import MIXTRAL, TINY, TOP_2_MASS, Shape, make_model, requests
 
@@ -159,7 +159,7 @@ class Bench:
         logits, steps_s, prompt = [], 0.0, self._shape.prompt
         with torch.no_grad():
             for ids in served:
-                past = {_cache_argument(model): transformers.DynamicCache(config=model.config)}
+                past = {cache_argument(model): transformers.DynamicCache(config=model.config)}
                 logits.append(model(input_ids=ids[:, :prompt], **past).logits.cpu())
                 for at in range(prompt, ids.shape[1]):
                     synchronize(self._device)
@@ -229,11 +229,6 @@ def main() -> int:
                 bench.offloaded(policy, cache)
     table.check("all checks", table.failed == 0)
     return 1 if table.failed else 0
-
-
-def _cache_argument(model: Any) -> str:
-    """What a forward pass calls its cache: newer and older transformers differ."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _engine(device: str, shape: Shape, tiny: bool, table: Table) -> None:

@@ -116,21 +116,3 @@ def test_systems_that_cannot_run_are_refused_by_name(tmp_path: Path) -> None:
             SettingError, match=f"policy {policy.replace('+', '.')} cannot run on a real model"
         ):
             load_model(tmp_path / "nowhere", policy)
-
-
-def test_a_generation_is_a_prefill_and_decode_steps_of_one_request(tmp_path: Path) -> None:
-    save(tmp_path, "mixtral")
-    model = load_model(tmp_path, "lru", "0.5", log_iterations=-1)
-    model.generation_config.eos_token_id = None
-    for _ in range(2):
-        model.generate(**prompts(1), max_new_tokens=4, do_sample=False)
-    log = model.finemoe.decisions().to_pylist()
-    begun = [(r["requests"], r["tokens"], r["phases"]) for r in log if r["kind"] == "begin_iteration"]
-    model.finemoe.close()
-    prefill, decode = begun[0][2], begun[1][2]
-    assert prefill != decode
-    assert begun == [
-        (request, tokens, phase)
-        for request in ([0], [1])
-        for tokens, phase in (([9], prefill), *[([1], decode)] * 3)
-    ]
