@@ -85,7 +85,7 @@ if [[ $device == cuda ]]; then
     "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
         missing "torch sees no CUDA device here; --dry-run runs on the CPU"
     step build 150 "$python" -m pip install --no-index --no-deps --no-build-isolation --no-compile --target "$work/site" \
-        --config-settings "build-dir=$work/cmake" --config-settings cmake.define.FINEMOE_WERROR=OFF . || { summary && exit 1; }
+        --config-settings "build-dir=$work/cmake" --config-settings cmake.define.FINEMOE_WERROR=OFF . || { summary; exit 1; }
     problem=$("$python" -c 'from finemoe._core import cuda_problem; print(cuda_problem(0))') ||
         missing "the built package cannot be imported"
     [[ -z $problem ]] || missing "$problem"
