@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 from torch import Tensor
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 
@@ -33,10 +33,11 @@ class Batch:
         """Tokens of each row."""
         if self.valid is None:
             return [self.tokens] * len(self.requests)
-        return [int(n) for n in self.valid.sum(dim=1)]
+        lengths: list[int] = self.valid.sum(dim=1).tolist()
+        return lengths
 
-    def row_means(self, values: Tensor) -> NDArray[np.float32]:
-        """Mean over each row's tokens of `values` [B·T or B, T, n]: [B, n] on the host."""
+    def row_means(self, values: Tensor) -> Tensor:
+        """Mean over each row's tokens of `values` [B·T or B, T, n]: fp32 [B, n]."""
         rows = values.detach().view(len(self.requests), self.tokens, -1).float()
         if self.tokens == 1:
             rows = rows[:, 0]
@@ -46,8 +47,7 @@ class Batch:
             # Not a product with the mask: what pads compute may be no number.
             rows = rows.masked_fill(~self.valid.unsqueeze(-1), 0)
             rows = rows.sum(dim=1) / self.valid.sum(dim=1, keepdim=True)
-        means: NDArray[np.float32] = rows.cpu().numpy()
-        return means
+        return rows
 
 
 class Observer(Protocol):

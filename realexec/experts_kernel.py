@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .expert_layout import ExpertLayout
 
 
+MOST_GROUPS = 512  # of one grouped product; torch's CUDA kernel takes fewer than 1,024
 Run = tuple[int, int, int]  # slot, and the sorted pairs [start, end) that go through the expert there
 
 
@@ -39,6 +40,12 @@ class Arena:
             )
             for p in layout.parameters
         }
+
+    def settle(self) -> None:
+        """Until its device has computed all that was asked of it. Copies into the slots are not ordered after
+        work from before their engine: on the slots, or on the memory that torch has made them of."""
+        if self.memory.is_cuda:
+            torch.cuda.synchronize(self.memory.device)
 
 
 def runs_of(starts: list[int], experts: Iterable[int], slots: Iterable[int]) -> list[Run]:
@@ -82,13 +89,16 @@ class LayerOutputs:
         self._outputs = _products(self._experts, arena, "down_proj", activated, runs, self._outputs)
 
     def _compute_there(self, arena: Arena, runs: list[Run]) -> None:
-        """On the arena's GPU, in order of the slots: all experts in one launch each way."""
-        runs = sorted(runs)
+        """On the arena's GPU: as many experts as can be in one launch each way."""
+        for slots, part in launches(runs, MOST_GROUPS):
+            self._launch(arena, slots, part)
+
+    def _launch(self, arena: Arena, slots: slice, runs: list[Run]) -> None:
         inputs, device = self._inputs, arena.memory.device
         rows = torch.from_numpy(np.concatenate([np.arange(start, end) for _, start, end in runs]))
         rows = rows.to(inputs.device, non_blocking=True)
-        inner = _grouped(self._experts, arena, self._first, inputs[rows].to(device), runs)
-        outputs = _grouped(self._experts, arena, "down_proj", self._activate(inner), runs)
+        inner = _grouped(self._experts, arena, self._first, inputs[rows].to(device), slots, runs)
+        outputs = _grouped(self._experts, arena, "down_proj", self._activate(inner), slots, runs)
         if self._outputs is None:
             self._outputs = torch.empty(inputs.shape, dtype=outputs.dtype, device=inputs.device)
         self._outputs[rows] = outputs.to(inputs.device)
@@ -97,6 +107,16 @@ class LayerOutputs:
         experts = self._experts
         activated: Tensor = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
         return activated
+
+
+def launches(runs: list[Run], most: int) -> list[tuple[slice, list[Run]]]:
+    """The runs in order of their slots, in parts that lie within `most` neighbouring slots each."""
+    parts: list[list[Run]] = []
+    for run in sorted(runs):
+        if not parts or run[0] - parts[-1][0][0] >= most:
+            parts.append([])
+        parts[-1].append(run)
+    return [(slice(part[0][0], part[-1][0] + 1), part) for part in parts]
 
 
 def combine(outputs: Tensor, weights: Tensor, order: Tensor, like: Tensor) -> Tensor:
@@ -126,16 +146,16 @@ def _products(
     return outputs
 
 
-def _grouped(experts: Any, arena: Arena, name: str, inputs: Tensor, runs: list[Run]) -> Tensor:
-    """One launch for all slots of a GPU; those without a run have no rows. Runs are in order of slots."""
-    weight = _weight(experts, arena, name)
+def _grouped(experts: Any, arena: Arena, name: str, inputs: Tensor, slots: slice, runs: list[Run]) -> Tensor:
+    """One launch for these slots of a GPU; those without a run have no rows. Runs are in order of slots."""
+    weight = _weight(experts, arena, name)[slots]
     lengths = np.zeros(len(weight), np.int32)
-    lengths[[slot for slot, _, _ in runs]] = [end - start for _, start, end in runs]
+    lengths[[slot - slots.start for slot, _, _ in runs]] = [end - start for _, start, end in runs]
     offsets = torch.from_numpy(np.cumsum(lengths, dtype=np.int32)).to(weight.device, non_blocking=True)
     outputs = torch.nn.functional.grouped_mm(inputs.to(weight.dtype), weight, offs=offsets)
     if experts.has_bias:
-        slots = torch.from_numpy(np.repeat(np.arange(len(weight)), lengths)).to(weight.device)
-        outputs.add_(arena.parameters[f"{name}_bias"][slots])
+        places = torch.from_numpy(np.repeat(np.arange(slots.start, slots.stop), lengths)).to(weight.device)
+        outputs.add_(arena.parameters[f"{name}_bias"][places])
     return outputs
 
 

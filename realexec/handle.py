@@ -81,7 +81,8 @@ class Handle:
     ) -> None:
         """Begin anew with another system or expert cache. `options`: of `load.model_options`."""
         self._finalizer()
-        self.runtime.arenas.clear()  # their memory, before the new ones take it
+        self.runtime.arenas.clear()  # their memory, before the new ones take it;
+        self.runtime.engine = None  # the engine has it, too
         self._system, self.options = system, options
         self._log_iterations, self._history = log_iterations, history
         arenas = make_arenas(self.layout, options, self.devices)
@@ -100,6 +101,7 @@ class Handle:
             "hits": hits,
             "late": late,
             "policy_s": times.policy_s,
+            "gate_wait_s": times.gate_wait_s,
             "stall_s": times.stall_s,
             "search_wait_s": times.search_wait_s,
             "counters": core.counters(),
@@ -113,6 +115,8 @@ class Handle:
         return decision_table(self.runtime.core.take_log(), self.options)
 
     def _start(self, arenas: list[Arena]) -> tuple[Any, Any]:
+        for arena in arenas:
+            arena.settle()
         core = make_core(self.options, self._log_iterations)
         engine = _core.TransferEngine(
             core,

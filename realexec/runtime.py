@@ -20,6 +20,7 @@ from ..errors import FineMoEError
 from ..policy.core import CHUNK_OPEN, FORWARD_PENDING, OUTBOXES, PREFETCH_OPEN
 from .batch import Batch, Observer
 from .experts_kernel import Arena, LayerOutputs, combine, runs_of
+from .host_reader import HostReader
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Times:
-    """Seconds of the forward passes so far. `policy_s`: in the core's events; `stall_s`: waiting for demand
-    loads; `search_wait_s`: waiting as the system's own search_blocks and prefetch_blocks say."""
+    """Seconds of the forward passes so far. `policy_s`: in the core's events, and in preparing them;
+    `gate_wait_s`: until CUDA has computed what they carry; `stall_s`: waiting for demand loads;
+    `search_wait_s`: waiting as the system's own search_blocks and prefetch_blocks say."""
 
     policy_s: float = 0.0
+    gate_wait_s: float = 0.0
     stall_s: float = 0.0
     search_wait_s: float = 0.0
     iterations: int = 0
@@ -53,6 +56,7 @@ class Runtime:
     times: Times = field(default_factory=Times)
     observer: Observer | None = None
 
+    _reader: HostReader = field(default_factory=HostReader)
     _batch: Batch | None = None  # told beforehand
     _open: Batch | None = None
     _layer: int = -1
@@ -103,12 +107,12 @@ class Runtime:
         self._open, self._layer, self._logits = batch, -1, None
         phase = "prefill" if batch.prefill else "decode"
         rows = [(r, phase, n, True) for r, n in zip(batch.requests, batch.lengths(), strict=True)]
-        embedding = batch.row_means(embedded)
+        (embedding,) = self._reader.read(batch.row_means(embedded))
         mask = self.core.begin_iteration(rows, embedding, self.engine.now())
         self._deliver(mask)
         if self.observer is not None:
             self.observer.begun(batch, embedding)
-        self.times.policy_s += time.perf_counter() - began_s
+        self._count_policy(began_s)
         self._wait_searches(mask)
 
     def routed(self, hidden: Tensor, logits: Tensor) -> None:
@@ -128,7 +132,7 @@ class Runtime:
         kept = batch.kept()
         if kept is not None:
             hidden, padded, chosen, weights = hidden[kept], hidden, chosen[kept], weights[kept]
-        rows, ids = self._observe(batch, logits, chosen)
+        rows, ids = self._reader.read(batch.row_means(self.moe.probabilities(logits)), chosen)
         row_counts = self._row_counts(batch, ids) if self._counts_rows or self.observer else None
         counts = np.bincount(ids.reshape(-1), minlength=self.moe.num_experts)
         required = counts.nonzero()[0]
@@ -144,12 +148,13 @@ class Runtime:
         if self.observer is not None and row_counts is not None:
             self.observer.routed(rows, row_counts)
         for target in self._speculated[layer]:
-            guessed = batch.row_means(self.moe.probabilities(self.moe.ask(target, self._hidden)))
+            asked = batch.row_means(self.moe.probabilities(self.moe.ask(target, self._hidden)))
+            (guessed,) = self._reader.read(asked)
             mask |= self.core.speculation(layer, target, guessed, self.engine.now())
             self._deliver(mask)
             if self.observer is not None:
                 self.observer.speculated(layer, target, guessed)
-        self.times.policy_s += time.perf_counter() - began_s
+        self._count_policy(began_s)
         self._wait_searches(mask)
         # The order within an expert is transformers' own: a product's rows round by where they stand.
         order = torch.sort(chosen.reshape(-1))[1]
@@ -234,6 +239,12 @@ class Runtime:
         self.times.policy_s += time.perf_counter() - began_s
         return mask
 
+    def _count_policy(self, began_s: float) -> None:
+        """The time since then was the policy's, but for what CUDA took to compute what it is told."""
+        waited_s, self._reader.waited_s = self._reader.waited_s, 0.0
+        self.times.gate_wait_s += waited_s
+        self.times.policy_s += time.perf_counter() - began_s - waited_s
+
     def _deliver(self, mask: int) -> None:
         """Let the workers carry out what an event asked for."""
         if mask & OUTBOXES:
@@ -247,13 +258,6 @@ class Runtime:
             self.times.search_wait_s += time.perf_counter() - began_s
 
     # What the core is told.
-
-    def _observe(
-        self, batch: Batch, logits: Tensor, chosen: Tensor
-    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Each row's mean gate distribution [B, J] and the chosen experts [tokens, K], on the host."""
-        probabilities = self.moe.probabilities(logits)
-        return batch.row_means(probabilities), chosen.cpu().numpy()
 
     def _row_counts(self, batch: Batch, ids: NDArray[np.int64]) -> NDArray[np.int32]:
         """Tokens of each row that each expert received, [B, J]."""

@@ -49,7 +49,10 @@ def host_source(
     experts = len(layout.file)
     slabs: NDArray[np.uint8]
     if device.type == "cuda":
-        limit = parse_cache_size(pinned_memory or "1.0", experts, layout.slab_bytes, name="pinned_memory")
+        # Slabs are whole pages apart here, so "all of them" is more than their bytes.
+        limit = None
+        if pinned_memory is not None:
+            limit = parse_cache_size(pinned_memory, experts, layout.slab_bytes, name="pinned_memory")
         pinned = _core.PinnedSlabs(experts, layout.slab_bytes, limit)
         if pinned.warning:
             warnings.warn(pinned.warning, stacklevel=3)

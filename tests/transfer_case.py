@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -114,8 +115,8 @@ class ForwardPass:
             slots = TOTAL
         self.options = options_for(self.system, slots=slots, devices=devices)
         self.core: Core = make_core(self.options, -1 if log else 0)
-        self.memory = [np.zeros((min(slots, TOTAL), SLAB_BYTES), np.uint8) for _ in range(devices)]
-        arenas = [CpuArena(m.ctypes.data, len(m), SLAB_BYTES, m) for m in self.memory]
+        self.memory: list[Any] = []  # per device [slots, SLAB_BYTES]
+        arenas = [self._arena(device, min(slots, TOTAL)) for device in range(devices)]
         self.engine = TransferEngine(self.core, source, arenas, chunk_bytes, bandwidth, watchdog_s)
         self.random = np.random.default_rng(seed)
         self.iteration = self.compared = 0
@@ -125,6 +126,12 @@ class ForwardPass:
             popular = popular_experts(counts, devices=devices, slots_per_device=slots, top_k=TOP_K)
             self.engine.preload(popular)
         self.routing = self._routes()
+
+    def _arena(self, device: int, slots: int) -> Any:
+        """Makes a device's slots, in self.memory, and gives them as the engine wants them."""
+        memory = np.zeros((slots, SLAB_BYTES), np.uint8)
+        self.memory.append(memory)
+        return CpuArena(memory.ctypes.data, slots, SLAB_BYTES, memory)
 
     def _routes(self) -> Iterator[npt.NDArray[np.float32]]:
         """Gate rows [L, 1, J] of each iteration: topics that last for some iterations, with noise."""
@@ -176,12 +183,14 @@ class ForwardPass:
             ready = engine.wait_ready()
             for expert in ready:
                 self._compare(expert, core.slot(expert))
+            self._queued()
             mask = core.computed(layer, ready, engine.now())
         else:
             self.stall_s += engine.wait_chunk()
             experts, slots = core.chunk_slots()
             for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):
                 self._compare(expert, slot)
+            self._queued()
             mask = core.computed_chunk(engine.now())
         self._told(mask)
         return mask
@@ -194,9 +203,15 @@ class ForwardPass:
             assert np.array_equal(memory[begin : begin + length], wanted), f"expert {expert} is not itself"
         self.compared += 1
 
+    def _queued(self) -> None:
+        """What computes with the chunk is over here; on a device it is only queued."""
+
+
+Pass = TypeVar("Pass", bound=ForwardPass)
+
 
 @contextmanager
-def running(forward: ForwardPass) -> Iterator[ForwardPass]:
+def running(forward: Pass) -> Iterator[Pass]:
     """The engine started, and closed in the end."""
     forward.engine.start()
     try:
