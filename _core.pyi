@@ -146,6 +146,7 @@ def synthetic_logits(
     readout: npt.NDArray[np.float32],
     bias: npt.NDArray[np.float32],
     noise: npt.NDArray[np.float32],
+    strength: npt.NDArray[np.float32],
     streams: npt.NDArray[np.uint32],
 ) -> npt.NDArray[np.float32]: ...
 def synthetic_gate(
@@ -161,4 +162,7 @@ def synthetic_embeddings(
 def synthetic_prompt(
     rows: npt.NDArray[np.float16], chosen: npt.NDArray[np.uint16]
 ) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.int64]]: ...
+def synthetic_repeats(
+    draws: npt.NDArray[np.float64], repeat: float, run: float
+) -> npt.NDArray[np.int64]: ...
 def synthetic_drift(noise: npt.NDArray[np.float32], correlation: float) -> None: ...

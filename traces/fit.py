@@ -1,0 +1,189 @@
+"""Fit a preset of the synthetic generator to a routing trace, and compare the two on requests held out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from ..errors import SettingError, TraceError
+from .fit_embedding import with_coupling, with_embedding_shares
+from .fit_sample import SampledRequest, recorded_requests
+from .fit_search import Goal, generated_figures, search
+from .fit_statistics import RoutingFigures, measure
+from .routing import RoutingMeta
+from .routing_file import RoutingFile
+from .routing_preset import Evidence, RoutingPreset, preset_for
+from .routing_stats import summarise
+from .synthetic import SyntheticRouting
+
+TRAINING_SHARE = 0.7
+FIT_REQUESTS = (120, 60)  # stored and served in the search
+FIT_ITERATIONS = 160  # of a request in the search
+MOST_REQUESTS = 600
+LONGEST = 512
+SEARCHES = 1000
+LEAST_REQUESTS = 10
+
+
+class PresetFit(msgspec.Struct, frozen=True):
+    """A fitted preset; figures of the held-out requests against a store of the training requests, recorded
+    and generated, the latter mean over `seeds`."""
+
+    path: str
+    meta: RoutingMeta
+    preset: RoutingPreset
+    training_requests: int
+    held_out_requests: int
+    seeds: tuple[int, ...]
+    recorded: RoutingFigures
+    generated: RoutingFigures
+
+
+def fit_preset(
+    path: str | Path,
+    *,
+    categories: Sequence[str] | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda _: None,
+) -> PresetFit:
+    """Fit to 70 % of the requests of the routing trace `path`, drawn by `seed`; compare on the others.
+
+    `categories` names what each request is about, which tells topics from requests. Minutes of work. Raises
+    `TraceError` for a trace with too few requests or layers, `SettingError` for categories that are not one
+    per request.
+    """
+    file = RoutingFile(path)
+    meta = file.meta
+    if categories is not None and len(categories) != file.requests:
+        raise SettingError(
+            f"categories: {len(categories)} for {file.requests} requests of {path}. "
+            "Give one for each request, in the trace's order."
+        )
+    if meta.layers < 2:
+        raise TraceError(path, "one layer: nothing is ahead of it.", remedy="Fit to a deeper model.")
+    start = msgspec.structs.replace(
+        preset_for(meta.model, meta.layers, meta.experts, meta.top_k, meta.expert_bytes), model=meta.model
+    )
+    if (start.layers, start.experts, start.top_k) != (meta.layers, meta.experts, meta.top_k):
+        raise TraceError(
+            path,
+            f"{meta.layers} layers, {meta.experts} experts, top-{meta.top_k}, but the preset {start.model} has "
+            f"{start.layers}, {start.experts} and {start.top_k}.",
+            place="metadata",
+            remedy="Record it under another model name.",
+        )
+    order = np.random.default_rng(seed).permutation(file.requests)[:MOST_REQUESTS].tolist()
+    progress("reading")
+    requests = recorded_requests(file, order, categories, LONGEST)
+    if len(requests) < LEAST_REQUESTS:
+        raise TraceError(
+            path,
+            f"{len(requests)} requests with two decode iterations or more, at least {LEAST_REQUESTS} are needed.",
+            remedy="Record more.",
+        )
+    cut = int(TRAINING_SHARE * len(requests))
+    training, held_out = requests[:cut], requests[cut:]
+    fitted = _fit(start, training, meta, seed, progress)
+    progress("comparing on requests held out")
+    recorded = measure(training, held_out, meta.top_k, searches=SEARCHES, rng=np.random.default_rng(seed))
+    seeds = (seed, seed + 1, seed + 2)
+    generated = mean_figures(
+        [generated_figures(fitted, meta, (_lengths(training), _lengths(held_out)), s, SEARCHES) for s in seeds]
+    )
+    fitted = msgspec.structs.replace(fitted, measured=measured(fitted), evidence=_evidence(fitted, meta))
+    return PresetFit(str(path), meta, fitted, len(training), len(held_out), seeds, recorded, generated)
+
+
+def _fit(
+    start: RoutingPreset,
+    training: list[SampledRequest],
+    meta: RoutingMeta,
+    seed: int,
+    progress: Callable[[str], None],
+) -> RoutingPreset:
+    stored_most, served_most = FIT_REQUESTS
+    store = min(stored_most, 2 * len(training) // 3)
+    stored = [_shortened(request) for request in training[:store]]
+    served = [_shortened(request) for request in training[store : store + served_most]]
+    lengths = (_lengths(stored), _lengths(served))
+    recorded = measure(stored, served, meta.top_k, searches=SEARCHES, rng=np.random.default_rng(seed))
+    if meta.embedding_width:
+        start = with_embedding_shares(start, stored, meta.embedding_width)
+    if meta.speculation:
+        start = msgspec.structs.replace(start, speculation_recall=_recall(recorded, meta))
+    goal = Goal(recorded, meta, lengths, seed)
+    fitted = search(start, goal, progress).preset
+    if "semantic_hit" in recorded.values:
+        progress("coupling of the embeddings")
+        fitted = with_coupling(
+            fitted, recorded, lambda one: generated_figures(one, meta, lengths, seed, SEARCHES)
+        )
+    return fitted
+
+
+def _lengths(requests: Sequence[SampledRequest]) -> list[int]:
+    return [len(request.gate) for request in requests]
+
+
+def _shortened(request: SampledRequest) -> SampledRequest:
+    part = slice(0, FIT_ITERATIONS)
+    return SampledRequest(
+        request.gate[part],
+        request.chosen[part],
+        None if request.embedding is None else request.embedding[part],
+        {distance: rows[part] for distance, rows in request.speculation.items()},
+        request.category,
+    )
+
+
+def _recall(recorded: RoutingFigures, meta: RoutingMeta) -> tuple[float, ...]:
+    """Recall at distances 1, 2, … up to the furthest recorded; those between are interpolated."""
+    known = sorted(meta.speculation)
+    recalls = [recorded.values[f"speculation_recall_{distance}"] for distance in known]
+    least = meta.top_k / meta.experts + 1e-3
+    every = np.interp(range(1, known[-1] + 1), known, recalls).clip(least, 1)
+    return tuple(round(float(recall), 3) for recall in every)
+
+
+def mean_figures(figures: Sequence[RoutingFigures]) -> RoutingFigures:
+    """Each figure's mean over several seeds."""
+    return RoutingFigures(
+        {name: float(np.mean([one.values[name] for one in figures])) for name in figures[0].values},
+        *(
+            np.mean([getattr(one, name) for one in figures], axis=0).tolist()
+            for name in ("entropy", "skew", "overlap")
+        ),
+    )
+
+
+def measured(preset: RoutingPreset) -> dict[str, float]:
+    """What a preset states of its own routing: seed 0, 40 requests of 200 decode iterations, 1,000 stored
+    maps, distance 3; the last 12 requests with speculation."""
+    source = SyntheticRouting(preset, 0)
+    distances = tuple(d for d in range(1, len(preset.speculation_recall) + 1) if d < preset.layers)
+    requests = [source.routing_for(i, 200, 201, () if i < 28 else distances) for i in range(40)]
+    distance = min(3, preset.layers - 1)
+    found = summarise(
+        requests, preset.top_k, distance=distance, stored=1000, served=300, rng=np.random.default_rng(0)
+    )
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def _evidence(preset: RoutingPreset, meta: RoutingMeta) -> dict[str, Evidence]:
+    source = f"finemoe trace fit, on {meta.notes or meta.model}"
+    entropy = "" if meta.gate_content == "full" else f"; unrecorded probability {meta.unchosen_mass}"
+    found = {
+        "shape": Evidence(label="MEASURED", source="metadata of the recording"),
+        "latent, shares, tokens": Evidence(label="CALIBRATED", source=source),
+        "rows": Evidence(label="CALIBRATED", source=source + entropy),
+    }
+    assumed = {name: entry for name, entry in preset.evidence.items() if name not in found}
+    if meta.speculation:
+        assumed.pop("speculation_recall", None)
+        found["speculation_recall"] = Evidence(label="CALIBRATED", source=source)
+    if meta.embedding_width:
+        found["embedding"] = Evidence(label="CALIBRATED", source=source)
+    return found | assumed
