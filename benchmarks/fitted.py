@@ -88,9 +88,7 @@ def main() -> None:
             paths = {name: Path(folder) / f"{name}.parquet" for name in ("all", "recorded", "synthetic")}
             import_chosen_experts(args.data / "routing" / RECORDED[model], paths["all"], model=model)
             file = RoutingFile(paths["all"])
-            count = write_routing(
-                paths["recorded"], file.meta, recorded(file, args.output_tokens, args.seed)
-            )
+            count = write_routing(paths["recorded"], file.meta, recorded(file, args.output_tokens, args.seed))
             write_routing(
                 paths["synthetic"], file.meta, synthetic(file, count, args.seed, args.output_tokens)
             )
@@ -99,7 +97,9 @@ def main() -> None:
                 for name in ("recorded", "synthetic")
             }
         print(f"\n## {model}: decode hit rates, {args.cache} cached, {args.requests} of {count} requests\n")
-        print("| system | recorded | synthetic | difference | rank recorded, synthetic |\n|---|---|---|---|---|")
+        print(
+            "| system | recorded | synthetic | difference | rank recorded, synthetic |\n|---|---|---|---|---|"
+        )
         rates = {name: {run.policy: run.hit_rate_decode for run in found} for name, found in runs.items()}
         compared = {
             policy: (rate, other)

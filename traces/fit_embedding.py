@@ -14,8 +14,10 @@ from .routing_preset import RoutingPreset
 COUPLINGS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def with_embedding_shares(preset: RoutingPreset, requests: Sequence[SampledRequest], width: int) -> RoutingPreset:
-    """Embeddings of the recording's width, with the share of variance between and within requests that it has.
+def with_embedding_shares(
+    preset: RoutingPreset, requests: Sequence[SampledRequest], width: int
+) -> RoutingPreset:
+    """Embeddings of the recording's width, with its shares of variance between and within requests.
 
     Topic and request divide the one, token and noise the other, as they do in `preset`.
     """
@@ -30,9 +32,7 @@ def with_embedding_shares(preset: RoutingPreset, requests: Sequence[SampledReque
     topic = round(between * (old.topic / lasting if lasting else 0.5), 3)
     request = round(between - topic, 3)
     noise = round((1 - between) * (old.noise / changing if changing else 0.0), 3)
-    shares = type(old)(
-        topic=topic, request=request, token=round(1 - topic - request - noise, 3), noise=noise
-    )
+    shares = type(old)(topic=topic, request=request, token=round(1 - topic - request - noise, 3), noise=noise)
     return msgspec.structs.replace(preset, embedding=shares, embedding_width=width)
 
 

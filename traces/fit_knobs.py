@@ -66,8 +66,10 @@ def with_knobs(preset: RoutingPreset, knobs: Doubles) -> RoutingPreset:
     )
 
 
-def with_entropy(preset: RoutingPreset, goal: list[float], recording: RoutingMeta, seed: int) -> RoutingPreset:
-    """The preset whose rows have the entropy `goal` [L], in bits, after they were cut to what was recorded."""
+def with_entropy(
+    preset: RoutingPreset, goal: list[float], recording: RoutingMeta, seed: int
+) -> RoutingPreset:
+    """The preset whose rows have the entropy `goal` [L], in bits, once cut to what was recorded."""
     source = SyntheticRouting(preset, seed)
     logits = source.sample_logits.reshape(-1, preset.layers, preset.experts).astype(np.float64)
     chosen = top_k_mask(logits, preset.top_k)
@@ -84,9 +86,7 @@ def with_entropy(preset: RoutingPreset, goal: list[float], recording: RoutingMet
     return msgspec.structs.replace(preset, rows=msgspec.structs.replace(preset.rows, entropy_bits=rounded))
 
 
-def with_skew(
-    preset: RoutingPreset, recorded: RoutingFigures, generated: RoutingFigures
-) -> RoutingPreset:
+def with_skew(preset: RoutingPreset, recorded: RoutingFigures, generated: RoutingFigures) -> RoutingPreset:
     """The preset whose popularity is nearer to the recorded load of each layer."""
     wanted = np.maximum(np.array(recorded.skew) - 1, 1e-3)
     got = np.maximum(np.array(generated.skew) - 1, 1e-3)

@@ -1,4 +1,4 @@
-"""Requests whose routing is measured for a fit: recorded ones, and generated ones as the recorder would see them.
+"""Requests whose routing is measured for a fit: recorded ones, and generated ones with the same content.
 
 n is a number of decode iterations, L of layers, J of experts per layer, K of experts activated per token.
 """

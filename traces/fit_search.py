@@ -7,6 +7,7 @@ parameters. Popularity and entropy by layer are not searched but set from what w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from .fit_knobs import NAMES, knobs_of, with_entropy, with_knobs, with_skew
 from .fit_sample import generated_requests
-from .fit_statistics import RoutingFigures, measure
+from .fit_statistics import RoutingFigures, mean_figures, measure
 from .routing import RoutingMeta
 from .routing_preset import RoutingPreset
 from .synthetic import SyntheticRouting
@@ -26,6 +27,7 @@ STEP = 0.3  # of a knob, for a difference
 DAMPING = 1.0
 LARGEST_STEP = 1.5
 SEARCHES = 200
+WORLDS = 2  # generator's seeds whose mean is compared: they run beside one another
 
 TOLERANCES = {
     "static_hit": 0.01,
@@ -92,31 +94,36 @@ def generated_figures(
 
 
 def search(start: RoutingPreset, goal: Goal, progress: Callable[[str], None]) -> Candidate:
-    """The best preset found: knobs at the start's latent dimensions, then other dimensions, then knobs."""
+    """The best preset found: knobs, then other numbers of latent dimensions, then knobs again."""
     best = _evaluate(start, goal)
-    for turn in range(2):
-        best = _improve(best, goal, f"step {turn + 1}, {best.preset.latent.dimensions} dimensions", progress)
+    slopes = _slopes(best, goal, progress)
+    best, slopes = _descend(best, slopes, 5, goal, progress)
     for direction in (-1, 1):
-        while True:
-            latent = best.preset.latent
-            dimensions = latent.dimensions + direction
-            if dimensions < 2:
-                break
-            other = msgspec.structs.replace(
-                best.preset, latent=msgspec.structs.replace(latent, dimensions=dimensions)
+        while best.preset.latent.dimensions + direction >= 2:
+            latent = msgspec.structs.replace(
+                best.preset.latent, dimensions=best.preset.latent.dimensions + direction
             )
-            tried = _improve(_evaluate(other, goal), goal, f"{dimensions} dimensions", progress)
+            other = _evaluate(msgspec.structs.replace(best.preset, latent=latent), goal)
+            tried, there = _descend(other, slopes, 3, goal, progress)
             if tried.cost >= best.cost:
                 break
-            best = tried
-    for turn in range(2):
-        best = _improve(best, goal, f"last step {turn + 1}", progress)
-    return best
+            best, slopes = tried, there
+    slopes = _slopes(best, goal, progress)
+    return _descend(best, slopes, 5, goal, progress)[0]
 
 
 def _evaluate(preset: RoutingPreset, goal: Goal) -> Candidate:
     preset = with_entropy(preset, goal.recorded.entropy, goal.recording, goal.seed)
-    figures = generated_figures(preset, goal.recording, goal.lengths, goal.seed, SEARCHES)
+    with ThreadPoolExecutor(WORLDS) as pool:
+        seeds = range(goal.seed, goal.seed + WORLDS)
+        figures = mean_figures(
+            list(
+                pool.map(
+                    lambda seed: generated_figures(preset, goal.recording, goal.lengths, seed, SEARCHES),
+                    seeds,
+                )
+            )
+        )
     return Candidate(preset, figures, _residuals(goal.recorded, figures))
 
 
@@ -127,25 +134,40 @@ def _residuals(recorded: RoutingFigures, generated: RoutingFigures) -> Doubles:
     return np.array([(generated.values[n] - recorded.values[n]) / TOLERANCES[n] for n in compared])
 
 
-def _improve(start: Candidate, goal: Goal, what: str, progress: Callable[[str], None]) -> Candidate:
-    """One step from `start`, whose popularity is first set by the recorded load; never worse than it."""
-    balanced = _evaluate(with_skew(start.preset, goal.recorded, start.figures), goal)
-    knobs = knobs_of(balanced.preset)
-    slopes = np.empty((len(balanced.residuals), len(NAMES)))
+def _slopes(at: Candidate, goal: Goal, progress: Callable[[str], None]) -> Doubles:
+    """Change of each residual by each knob [residuals, knobs]."""
+    knobs = knobs_of(at.preset)
+    slopes = np.empty((len(at.residuals), len(NAMES)))
     for place, name in enumerate(NAMES):
-        progress(f"{what}: {name}, distance {np.sqrt(balanced.cost):.2f}")
+        progress(f"distance {np.sqrt(at.cost):.2f}; effect of {name}")
         moved = knobs.copy()
         moved[place] += STEP
-        there = _evaluate(with_knobs(balanced.preset, moved), goal)
-        slopes[:, place] = (there.residuals - balanced.residuals) / STEP
-    best = min((start, balanced), key=lambda candidate: candidate.cost)
+        there = _evaluate(with_knobs(at.preset, moved), goal)
+        slopes[:, place] = (there.residuals - at.residuals) / STEP
+    return slopes
+
+
+def _descend(
+    best: Candidate, slopes: Doubles, steps: int, goal: Goal, progress: Callable[[str], None]
+) -> tuple[Candidate, Doubles]:
+    """The best of some steps, each by the slopes that the last ones have corrected (Broyden's update).
+
+    With each step popularity is set anew from the recorded load.
+    """
     damping = DAMPING
-    for _ in range(3):
+    for _ in range(steps):
+        latent = best.preset.latent
+        progress(f"distance {np.sqrt(best.cost):.2f}, {latent.dimensions} dimensions; a step")
+        knobs = knobs_of(best.preset)
         square = slopes.T @ slopes + damping * np.eye(len(NAMES))
-        step = np.linalg.solve(square, -slopes.T @ balanced.residuals)
+        step = np.linalg.solve(square, -slopes.T @ best.residuals)
         step *= min(1.0, LARGEST_STEP / max(1e-9, float(np.abs(step).max())))
-        tried = _evaluate(with_knobs(balanced.preset, knobs + step), goal)
+        balanced = with_skew(best.preset, goal.recorded, best.figures)
+        tried = _evaluate(with_knobs(balanced, knobs + step), goal)
+        change = tried.residuals - best.residuals - slopes @ step
+        slopes = slopes + np.outer(change, step) / max(1e-9, float(step @ step))
         if tried.cost < best.cost:
-            return tried
-        damping *= 10
-    return best
+            best, damping = tried, max(damping / 3, 0.1)
+        else:
+            damping *= 8
+    return best, slopes

@@ -22,6 +22,7 @@ DISTANCES = (1, 3, 6)
 DISTANCE = 3
 BLENDED = 32
 OWN_SEARCHES = 8  # per request
+ENTROPY_REQUESTS = 60  # whose rows give the entropies: these differ little between requests
 CAPACITIES = {1000: "1K", 10_000: "10K"}
 
 
@@ -77,7 +78,7 @@ def measure(
     values |= _map_figures(maps, places, rows[at], chosen[at])
     values |= _own_hit(served, rng)
     patterns = Patterns(*rows.shape[1:])
-    for request in every:
+    for request in every[:: max(1, len(every) // ENTROPY_REQUESTS)]:
         patterns.add(request.gate, request.chosen)
     entropy = patterns.entropy()
     aggregated = {part.iterations: part.bits for part in entropy.aggregated}
@@ -85,8 +86,8 @@ def measure(
     if 8 in aggregated:
         values["entropy_8"] = aggregated[8]
     values["entropy_request"] = _mean(np.array(entropy.coarse))
-    shares = patterns.loads / patterns.loads.sum(axis=1, keepdims=True)
-    skew = rows.shape[2] * np.square(shares).sum(axis=1)
+    loads = stored_chosen.sum(axis=0) + chosen.sum(axis=0)
+    skew = rows.shape[2] * np.square(loads / loads.sum(axis=1, keepdims=True)).sum(axis=1)
     values["load_skew"] = _mean(skew)
     values |= _likeness(every, top_k)
     values |= _semantic_hit(stored, places, served, at, top_k)
@@ -96,6 +97,17 @@ def measure(
             rows[at], guesses[at], distance=distance, top_k=top_k
         )
     return RoutingFigures(values, entropy.fine, skew.tolist(), overlap.tolist())
+
+
+def mean_figures(figures: Sequence[RoutingFigures]) -> RoutingFigures:
+    """Each figure's mean over several seeds."""
+    return RoutingFigures(
+        {name: float(np.mean([one.values[name] for one in figures])) for name in figures[0].values},
+        *(
+            np.mean([getattr(one, name) for one in figures], axis=0).tolist()
+            for name in ("entropy", "skew", "overlap")
+        ),
+    )
 
 
 def _joined(requests: Sequence[SampledRequest]) -> tuple[Half, Chosen]:
@@ -119,16 +131,16 @@ def _overlap(requests: Sequence[SampledRequest], lag: int) -> npt.NDArray[np.flo
     return None if found is None or total is None else found / total
 
 
-def _map_figures(
-    maps: Half, places: npt.NDArray[np.int64], rows: Half, chosen: Chosen
-) -> dict[str, float]:
+def _map_figures(maps: Half, places: npt.NDArray[np.int64], rows: Half, chosen: Chosen) -> dict[str, float]:
     values = {}
     reached = tuple(d for d in DISTANCES if d < maps.shape[1])
     middle = min(DISTANCE, maps.shape[1] - 1)
     for capacity, name in CAPACITIES.items():
         store = maps[places[:capacity]]
-        hits = map_hits(store, rows, chosen, distances=(*{middle}, *reached), neighbours=(1, BLENDED))
-        for distance in reached if capacity == min(CAPACITIES) else (middle,):
+        first = capacity == min(CAPACITIES)
+        distances = tuple(sorted({middle, *reached})) if first else (middle,)
+        hits = map_hits(store, rows, chosen, distances=distances, neighbours=(1, BLENDED))
+        for distance in distances:
             values[f"nearest_{name}_d{distance}"] = _mean(hits[distance, 1])
         values[f"blend_{name}_d{middle}"] = _mean(hits[middle, BLENDED])
         values[f"spread_{name}"] = float(hits[middle, 1].std())

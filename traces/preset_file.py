@@ -13,8 +13,8 @@ from ..errors import SettingError
 from .files import partial_of, unwritable
 from .routing_preset import RoutingPreset, load_preset
 
-_HEAD = """# Synthetic routing for {model}: what each parameter means stands in routing_preset.py, how routing is made in
-# synthetic.py. Every group of parameters names its origin under [evidence].
+_HEAD = """# Synthetic routing for {model}: what each parameter means stands in routing_preset.py, how routing
+# is made in synthetic.py. Every group of parameters names its origin under [evidence].
 
 """
 _MEASURED = """

@@ -81,19 +81,22 @@ def map_hits(
         dots += rows[:, seen] @ maps[:, seen].T
         map_squares += np.square(maps[:, seen]).sum(axis=1)
         row_squares += np.square(rows[:, seen]).sum(axis=1)
-        scores = dots / np.sqrt(map_squares)
+        scores = dots * (1 / np.sqrt(map_squares))
         blends = {}
         for k in neighbours:
             if 1 < k < len(maps):
-                blends[k] = np.argpartition(-scores, k, axis=1)[:, :k]
+                blends[k] = np.argpartition(scores, len(maps) - k, axis=1)[:, -k:]
             else:
                 blends[k] = scores.argmax(axis=1)[:, None] if k == 1 else np.arange(len(maps))[None]
         for (distance, k), hits in inside.items():
             layer = seen + distance
             if layer < layers:
-                cosines = np.take_along_axis(scores, blends[k], axis=1) / np.sqrt(row_squares)[:, None]
-                weights = np.exp((cosines - cosines.max(axis=1, keepdims=True)) / temperature)
-                predicted = np.einsum("nc,ncj->nj", weights, maps[blends[k], layer])
+                if k == 1:
+                    predicted = maps[blends[k][:, 0], layer]
+                else:
+                    cosines = np.take_along_axis(scores, blends[k], axis=1) / np.sqrt(row_squares)[:, None]
+                    weights = np.exp((cosines - cosines.max(axis=1, keepdims=True)) / temperature)
+                    predicted = np.einsum("nc,ncj->nj", weights, maps[blends[k], layer])
                 hits += (top_k_mask(predicted, top_k) & chosen[:, layer]).sum(axis=1)
     return {(d, k): hits / (top_k * (layers - d)) for (d, k), hits in inside.items()}
 

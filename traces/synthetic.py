@@ -2,9 +2,9 @@
 states.
 
 Every token has a latent vector: a sum of its request's topic, the request, a slow drift, the kind of the
-token (Zipf distributed, partly in the topic's own order) and noise; some tokens repeat an earlier one. All layers read this one vector, each
-through a matrix of its own, which is why early layers tell about later ones; softmax of what they read is the
-gate's row.
+token (Zipf distributed, partly in the topic's own order) and noise; some tokens repeat an earlier one of
+their request. All layers read this one vector, each through a matrix of its own, which is why early layers
+tell about later ones; softmax of what they read and of noise of their own is the gate's row.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ class SyntheticRouting:
         draws = [self._stream(_WORLD, 0, part) for part in range(7)]
         chance = np.arange(1.0, tokens.kinds + 1) ** -tokens.zipf
         self._kind_cdf = np.cumsum(chance / chance.sum())
-        self._kinds = standardised(draws[0].standard_normal((tokens.kinds, latent.dimensions)), chance)
+        self.kinds = standardised(draws[0].standard_normal((tokens.kinds, latent.dimensions)), chance)
         self._topics = standardised(draws[1].standard_normal((tokens.topics, latent.dimensions)))
         self._projection = draws[6].standard_normal((latent.dimensions, preset.embedding_width), np.float32)
         self._projection /= np.sqrt(np.square(self._projection).sum(axis=0))
-        self._kind_embeddings = self._embedding_of(draws[2], self._kinds)
-        self._kind_embeddings *= np.float32(np.sqrt(preset.embedding.token))
+        self.kind_embeddings = self._embedding_of(draws[2], self.kinds)
+        self.kind_embeddings *= np.float32(np.sqrt(preset.embedding.token))
         self._topic_embeddings = self._embedding_of(draws[3], self._topics)
         self._topic_embeddings *= np.float32(np.sqrt(preset.embedding.topic))
         # In logit units until the sample has told the factor that gives the rows their entropy.
         self._readout = readout(draws[4], preset)
         popular = standardised(draws[5].random((preset.experts, preset.layers)))
-        self._bias = (popular * evenly_spaced(preset.rows.bias, preset.layers)).T.reshape(-1)
-        self._bias = self._bias.astype(np.float32)
+        spread = evenly_spaced(preset.rows.bias, preset.layers)
+        self._bias = (popular * spread).T.reshape(-1).astype(np.float32)
         # Uniform noise: its share is small, and a normal one would take half of the generator's time.
         self._layer_noise = np.full(width, np.sqrt(12 * preset.shares.layer), np.float32)
         self._unit = np.ones(width, np.float32)
@@ -206,10 +206,9 @@ class SyntheticRouting:
     def _request(self, rng: np.random.Generator, topic: int) -> tuple[Floats, Floats]:
         """What a request has of its own, of unit variance, and with its topic's part what lasts in it [D]."""
         shares = self.preset.shares
-        own = rng.standard_normal(self._topics.shape[1], np.float32)
-        lasting = np.float32(np.sqrt(shares.topic)) * self._topics[topic]
-        lasting += np.float32(np.sqrt(shares.request)) * own
-        return own, lasting
+        own = rng.standard_normal((self._topics.shape[1],), np.float32)
+        topical = np.float32(np.sqrt(shares.topic)) * self._topics[topic]
+        return own, np.asarray(topical + np.float32(np.sqrt(shares.request)) * own)
 
     def _latents(
         self, rng: np.random.Generator, topic: int, lasting: Floats, n: int, *, follow: bool
@@ -227,7 +226,7 @@ class SyntheticRouting:
             source = repeats(rng, n, tokens.repeat, tokens.run)
             kinds, context = kinds[source], context[source]
         latents = np.empty((n, 2 * len(lasting)), np.float32)
-        latents[:, : len(lasting)] = self._kinds[kinds]
+        latents[:, : len(lasting)] = self.kinds[kinds]
         context *= np.float32(np.sqrt(shares.drift))
         context += lasting
         fresh = rng.standard_normal(context.shape, np.float32)
@@ -279,9 +278,9 @@ class SyntheticRouting:
         shares, width = self.preset.embedding, self.preset.embedding_width
         mean = np.float32(np.sqrt(shares.request)) * self._embedding_of(rng, own[None])[0]
         mean += self._topic_embeddings[topic]
-        prompt = mean + self._kind_embeddings[prompt_kinds].mean(axis=0)
+        prompt = mean + self.kind_embeddings[prompt_kinds].mean(axis=0)
         spread = np.float32(np.sqrt(shares.noise / len(prompt_kinds)))
         prompt += spread * rng.standard_normal(width, np.float32)
         streams = rng.integers(1, 1 << 32, width, dtype=np.uint32)
-        rows = synthetic_embeddings(kinds, self._kind_embeddings, mean, np.sqrt(12 * shares.noise), streams)
+        rows = synthetic_embeddings(kinds, self.kind_embeddings, mean, np.sqrt(12 * shares.noise), streams)
         return np.concatenate((prompt.astype(np.float16)[None], rows))
