@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import msgspec
 from finemoe.traces.fit import starting_preset
-from finemoe.traces.routing import RoutingMeta
+from finemoe.traces.fit_sample import as_recorded
+from finemoe.traces.routing import RequestRouting, RoutingMeta
+from finemoe.traces.routing_analysis_patterns import chosen_experts
 from finemoe.traces.routing_file import write_routing
 from finemoe.traces.routing_preset import RoutingPreset
 from finemoe.traces.synthetic import SyntheticRouting
@@ -40,9 +43,17 @@ def known_preset(meta: RoutingMeta) -> RoutingPreset:
     )
 
 
-def write_known(path: Path, meta: RoutingMeta, *, seed: int = 7) -> list[str]:
+def write_known(path: Path, meta: RoutingMeta, *, requests: int = REQUESTS) -> list[str]:
     """A trace of `known_preset`; the requests' topics."""
-    source = SyntheticRouting(known_preset(meta), seed)
-    requests = range(REQUESTS)
-    write_routing(path, meta, (source.routing_for(i, 20, ITERATIONS + 1, meta.speculation) for i in requests))
-    return [str(source.topic(i)) for i in requests]
+    source = SyntheticRouting(known_preset(meta), 7)
+    numbers = range(requests)
+    made = (source.routing_for(i, 20, ITERATIONS + 1, meta.speculation) for i in numbers)
+    write_routing(path, meta, (_cut(routing, meta) for routing in made))
+    return [str(source.topic(i)) for i in numbers]
+
+
+def _cut(routing: RequestRouting, meta: RoutingMeta) -> RequestRouting:
+    """What a recording of that content would have of it."""
+    rows = as_recorded(routing.gate, chosen_experts(routing, 0), meta)
+    embedding = routing.embedding if meta.embedding_width else None
+    return dataclasses.replace(routing, gate=rows, embedding=embedding)

@@ -257,8 +257,8 @@ def test_embeddings_follow_routing_as_far_as_they_are_coupled(
     kinds = made.kinds[:60].astype(np.float64)
     embeddings = made.kind_embeddings[:60].astype(np.float64)
     upper = np.triu_indices(60, 1)
-    products = [(vectors @ vectors.T)[upper] for vectors in (kinds, embeddings)]
-    assert least < np.corrcoef(*products)[0, 1] < most
+    of_kinds, of_embeddings = ((vectors @ vectors.T)[upper] for vectors in (kinds, embeddings))
+    assert least < np.asarray(np.corrcoef(of_kinds, of_embeddings))[0, 1] < most
 
 
 @settings(max_examples=80, deadline=None)
