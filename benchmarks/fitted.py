@@ -52,7 +52,9 @@ def synthetic(file: RoutingFile, count: int, seed: int, iterations: int) -> Iter
         yield routing_of_tokens(ids, chances, prompt, meta)
 
 
-def serve(routing: Path, meta: RoutingMeta, args: argparse.Namespace, output: Path) -> list[CellSummary]:
+def serve(
+    routing: Path, meta: RoutingMeta, args: argparse.Namespace, output: Path
+) -> tuple[CellSummary, ...]:
     """All systems, one request after another."""
     return finemoe.simulate(
         args.data / "requests" / "AzureLLMInferenceTrace_conv.csv",

@@ -90,13 +90,16 @@ void bind_synthetic(py::module_& m) {
         "J].");
     m.def(
         "synthetic_repeats",
-        [](const py::array_t<double, py::array::c_style>& draws, double repeat, double run) {
+        [](const py::array_t<double, py::array::c_style>& draws, std::size_t stock, double repeat,
+           double run) {
             const auto source =
-                synthetic_repeats({draws.data(), static_cast<std::size_t>(draws.size())}, repeat, run);
+                synthetic_repeats({draws.data(), static_cast<std::size_t>(draws.size())}, stock, repeat, run);
             return py::array_t<std::int64_t>(static_cast<py::ssize_t>(source.size()), source.data());
         },
-        py::arg("draws").noconvert(), py::arg("repeat"), py::arg("run"),
-        "Which earlier token each of n tokens repeats, itself where none [n]; uniform draws f64 [n, 3].");
+        py::arg("draws").noconvert(), py::arg("stock"), py::arg("repeat"), py::arg("run"),
+        "Which of `stock` tokens and of those before it each of n tokens repeats, itself where none [n]; "
+        "uniform "
+        "draws f64 [n, 3].");
     m.def(
         "synthetic_drift",
         [](Floats& noise, float correlation) {

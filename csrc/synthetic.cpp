@@ -171,20 +171,24 @@ SyntheticPrompt synthetic_prompt(std::span<const std::uint16_t> rows, std::span<
     return prompt;
 }
 
-std::vector<std::int64_t> synthetic_repeats(std::span<const double> draws, double repeat, double run) {
+std::vector<std::int64_t> synthetic_repeats(std::span<const double> draws, std::size_t stock, double repeat,
+                                            double run) {
     need(draws.size() % 3 == 0, "synthetic_repeats: draws are not [n, 3]");
     std::vector<std::int64_t> source(draws.size() / 3);
-    std::size_t last = source.size();  // what the token before repeated; none
+    const std::size_t none = stock + source.size();
+    std::size_t last = none;  // what the token before repeated
     for (std::size_t t = 0; t < source.size(); ++t) {
         const double* draw = draws.data() + 3 * t;
-        if (last < t && draw[0] < run) {
+        const std::size_t place = stock + t;
+        if (last < none && draw[0] < run) {
             ++last;
-        } else if (t > 0 && draw[1] < repeat) {
-            last = std::min(static_cast<std::size_t>(draw[2] * static_cast<double>(t)), t - 1);
+        } else if (place > 0 && draw[1] < repeat) {
+            last = std::min(static_cast<std::size_t>(draw[2] * static_cast<double>(place)), place - 1);
         } else {
-            last = source.size();
+            last = none;
         }
-        source[t] = last < t ? source[last] : static_cast<std::int64_t>(t);
+        const std::size_t from = last < none ? last : place;
+        source[t] = from >= stock && from < place ? source[from - stock] : static_cast<std::int64_t>(from);
     }
     return source;
 }

@@ -38,10 +38,12 @@ struct SyntheticPrompt {
 SyntheticPrompt synthetic_prompt(std::span<const std::uint16_t> rows, std::span<const std::uint16_t> chosen,
                                  std::size_t width, int experts, int top_k);
 
-// Which earlier token each of n tokens repeats, itself where none: [n]. draws[n, 3] are uniform in [0, 1). A
-// token after a repeated one repeats the next one of its source with chance `run`; otherwise, with chance
-// `repeat`, any earlier one. What is repeated stands for what it repeats itself.
-std::vector<std::int64_t> synthetic_repeats(std::span<const double> draws, double repeat, double run);
+// Which earlier token each of n tokens repeats, itself where none: [n], places counted from the first of
+// `stock` tokens before them. draws[n, 3] are uniform in [0, 1). A token after a repeated one repeats the
+// next one of its source with chance `run`; otherwise, with chance `repeat`, any earlier one. What is
+// repeated stands for what it repeats itself.
+std::vector<std::int64_t> synthetic_repeats(std::span<const double> draws, std::size_t stock, double repeat,
+                                            double run);
 
 // Turns noise [n, D] into stationary series: x[t] = r · x[t − 1] + √(1 − r²) · noise[t], x[0] = noise[0].
 void synthetic_drift(std::span<float> noise, std::size_t dimensions, float correlation);

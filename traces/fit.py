@@ -124,7 +124,14 @@ def starting_preset(meta: RoutingMeta) -> RoutingPreset:
         latent=Latent(dimensions=6, layer_width=4.0, global_share=0.2, context_layers=1.0),
         shares=Shares(topic=0.17, request=0.12, drift=0.23, iteration=0.01, token=0.32, layer=0.15),
         tokens=Tokens(
-            topics=16, kinds=400, zipf=1.0, topical=0.12, drift_correlation=0.5, repeat=0.2, run=0.8
+            topics=16,
+            kinds=400,
+            zipf=1.0,
+            topical=0.12,
+            drift_correlation=0.5,
+            repeat=0.2,
+            run=0.8,
+            stock=200,
         ),
         rows=Rows(
             entropy_bits=(0.85 * math.log2(meta.experts),),
@@ -198,16 +205,18 @@ def _recall(recorded: RoutingFigures, meta: RoutingMeta) -> tuple[float, ...]:
 
 
 def measured(preset: RoutingPreset) -> dict[str, float]:
-    """What a preset states of its own routing: seed 0, 40 requests of 200 decode iterations, 1,000 stored
-    maps, distance 3; the last 12 requests with speculation."""
-    source = SyntheticRouting(preset, 0)
+    """What a preset states of its own routing (`summary`), seed 0."""
+    return {name: round(value, 3) for name, value in summary(preset, 0).items()}
+
+
+def summary(preset: RoutingPreset, seed: int) -> dict[str, float]:
+    """`summarise` of 100 requests of 80 decode iterations: 70 fill a store of 1,000 maps, 30 are served."""
+    source = SyntheticRouting(preset, seed)
     distances = tuple(d for d in range(1, len(preset.speculation_recall) + 1) if d < preset.layers)
-    requests = [source.routing_for(i, 200, 201, () if i < 28 else distances) for i in range(40)]
+    requests = [source.routing_for(i, 80, 81, () if i < 70 else distances) for i in range(100)]
     distance = min(3, preset.layers - 1)
-    found = summarise(
-        requests, preset.top_k, distance=distance, stored=1000, served=300, rng=np.random.default_rng(0)
-    )
-    return {name: round(value, 3) for name, value in found.items()}
+    rng = np.random.default_rng(0)
+    return summarise(requests, preset.top_k, distance=distance, stored=1000, served=300, rng=rng)
 
 
 def _evidence(preset: RoutingPreset, meta: RoutingMeta) -> dict[str, Evidence]:

@@ -21,10 +21,12 @@ NAMES = (
     *(f"shares.{name}" for name in _SHARES),
     "tokens.drift_correlation",
     "tokens.repeat",
+    "tokens.stock",
     "rows.noise_concentration",
     "latent.context_layers",
     "latent.global_share",
 )
+STOCK, MOST_STOCK = 200, 5000  # the knob's unit, and a stock so large that little of it is met twice
 _LEAST, _MOST = -6.0, 5.0
 
 
@@ -33,9 +35,10 @@ def knobs_of(preset: RoutingPreset) -> Doubles:
     token = max(preset.shares.token, 1e-3)
     ratios = [max(getattr(preset.shares, name), 1e-3) / token for name in _SHARES]
     chances = [preset.tokens.drift_correlation, preset.tokens.repeat]
+    stock = np.log(max(1, preset.tokens.stock) / STOCK)
     sizes = [preset.rows.noise_concentration, preset.latent.context_layers]
     return np.array(
-        [*np.log(ratios), *map(_odds, chances), *np.log(sizes), _odds(preset.latent.global_share)]
+        [*np.log(ratios), *map(_odds, chances), stock, *np.log(sizes), _odds(preset.latent.global_share)]
     ).clip(_LEAST, _MOST)
 
 
@@ -49,13 +52,16 @@ def with_knobs(preset: RoutingPreset, knobs: Doubles) -> RoutingPreset:
         for name, ratio in zip(_SHARES, ratios, strict=True)
     }
     token = round(left - sum(named.values()), 4)
-    correlation, repeat, concentration, layers, common = knobs[len(_SHARES) :]
+    correlation, repeat, stock, concentration, layers, common = knobs[len(_SHARES) :]
     replace = msgspec.structs.replace
     return replace(
         preset,
         shares=replace(preset.shares, token=token, **named),
         tokens=replace(
-            preset.tokens, drift_correlation=round(_chance(correlation), 3), repeat=round(_chance(repeat), 3)
+            preset.tokens,
+            drift_correlation=round(_chance(correlation), 3),
+            repeat=round(_chance(repeat), 3),
+            stock=min(MOST_STOCK, round(STOCK * np.exp(stock))),
         ),
         rows=replace(preset.rows, noise_concentration=float(f"{np.exp(concentration):.3g}")),
         latent=replace(

@@ -18,7 +18,7 @@ _HEAD = """# Synthetic routing for {model}: what each parameter means stands in 
 
 """
 _MEASURED = """
-# Of the generated routing, seed 0: 40 requests of 200 decode iterations, 1,000 stored maps, distance 3.
+# Of the generated routing, seed 0: 100 requests of 80 decode iterations, 1,000 stored maps, distance 3.
 """
 
 

@@ -50,8 +50,9 @@ class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """What requests are about: `topics`; `kinds` of tokens with Zipf exponent `zipf`, a share `topical` of
     them drawn in the topic's own order; `drift_correlation` of the drift from one iteration to the next.
 
-    Answers repeat themselves: with chance `repeat` a decode iteration has kind and drift of an earlier one of
-    its request, and with chance `run` the next iteration then goes on with the one after that."""
+    Answers repeat passages: with chance `repeat` a decode iteration has kind and drift of an earlier one of
+    its request or of one of the `stock` iterations that all requests of its topic know, and with chance `run`
+    the next iteration then goes on with the one after that."""
 
     topics: int
     kinds: int
@@ -60,6 +61,7 @@ class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     drift_correlation: float
     repeat: float
     run: float
+    stock: int
 
 
 class Rows(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -148,6 +150,7 @@ def _problems(preset: RoutingPreset) -> list[str]:
     require(preset.tokens.zipf >= 0, "tokens.zipf must not be negative")
     require(0 <= preset.tokens.topical <= 1, "tokens.topical must be in [0, 1]")
     require(0 <= preset.tokens.drift_correlation < 1, "tokens.drift_correlation must be in [0, 1)")
+    require(0 <= preset.tokens.stock <= 100_000, "tokens.stock must be in 0 … 100000")
     require(0 <= preset.tokens.repeat <= 1, "tokens.repeat must be in [0, 1]")
     require(0 <= preset.tokens.run <= 1, "tokens.run must be in [0, 1]")
     require(

@@ -81,6 +81,7 @@ class SyntheticRouting:
         self.kind_embeddings *= np.float32(np.sqrt(preset.embedding.token))
         self._topic_embeddings = self._embedding_of(draws[3], self._topics)
         self._topic_embeddings *= np.float32(np.sqrt(preset.embedding.topic))
+        self._stock = [self._stock_of(topic) for topic in range(tokens.topics)]
         # In logit units until the sample has told the factor that gives the rows their entropy.
         self._readout = readout(draws[4], preset)
         popular = standardised(draws[5].random((preset.experts, preset.layers)))
@@ -203,6 +204,12 @@ class SyntheticRouting:
         logits = self._logits(self._streams(rng), np.concatenate(rows), np.concatenate(strengths))
         return logits.reshape(FIT_ITERATIONS, self.preset.layers, self.preset.experts)
 
+    def _stock_of(self, topic: int) -> tuple[npt.NDArray[np.int64], Floats]:
+        """Kinds [stock] and drift [stock, D], of unit variance, of what all requests of a topic know."""
+        tokens, rng = self.preset.tokens, self._stream(_WORLD, 1, topic)
+        series = drift(rng, tokens.stock, self.preset.latent.dimensions, tokens.drift_correlation)
+        return self._draw_kinds(rng, topic, tokens.stock), series
+
     def _request(self, rng: np.random.Generator, topic: int) -> tuple[Floats, Floats]:
         """What a request has of its own, of unit variance, and with its topic's part what lasts in it [D]."""
         shares = self.preset.shares
@@ -216,15 +223,13 @@ class SyntheticRouting:
         """Latent vectors [n, 2·D] of n tokens, the token's beside the context's, the strength of the layers'
         noise and the kinds, [n] both. Tokens that do not `follow` one another are not alike either."""
         shares, tokens = self.preset.shares, self.preset.tokens
-        drawn = rng.random((2, n))
-        kinds = np.searchsorted(self._kind_cdf, drawn[0])
-        # A topic's own order of kinds: the common one, turned by another step for each topic.
-        kinds[drawn[1] < tokens.topical] += (topic + 1) * (tokens.kinds // (tokens.topics + 1))
-        kinds %= tokens.kinds
+        kinds = self._draw_kinds(rng, topic, n)
         context = drift(rng, n, len(lasting), tokens.drift_correlation if follow else 0.0)
         if follow:
-            source = repeats(rng, n, tokens.repeat, tokens.run)
-            kinds, context = kinds[source], context[source]
+            source = repeats(rng, n, tokens)
+            stock_kinds, stock_context = self._stock[topic]
+            kinds = np.concatenate((stock_kinds, kinds))[source]
+            context = np.concatenate((stock_context, context))[source]
         latents = np.empty((n, 2 * len(lasting)), np.float32)
         latents[:, : len(lasting)] = self.kinds[kinds]
         context *= np.float32(np.sqrt(shares.drift))
@@ -235,6 +240,14 @@ class SyntheticRouting:
         read, strength = noise_strength(rng, n, shares.layer, self.preset.rows.noise_concentration)
         latents *= read[:, None]
         return latents, strength, kinds
+
+    def _draw_kinds(self, rng: np.random.Generator, topic: int, n: int) -> npt.NDArray[np.int64]:
+        tokens = self.preset.tokens
+        drawn = rng.random((2, n))
+        kinds = np.searchsorted(self._kind_cdf, drawn[0])
+        # A topic's own order of kinds: the common one, turned by another step for each topic.
+        kinds[drawn[1] < tokens.topical] += (topic + 1) * (tokens.kinds // (tokens.topics + 1))
+        return np.asarray(kinds % tokens.kinds)
 
     def _streams(self, rng: np.random.Generator) -> Streams:
         return rng.integers(1, 1 << 32, len(self._bias), dtype=np.uint32)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from .._core import synthetic_drift, synthetic_gate, synthetic_repeats
 from ..errors import SettingError
-from .routing_preset import RoutingPreset
+from .routing_preset import RoutingPreset, Tokens
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -50,9 +50,9 @@ def drift(rng: np.random.Generator, n: int, dimensions: int, correlation: float)
     return series
 
 
-def repeats(rng: np.random.Generator, n: int, repeat: float, run: float) -> npt.NDArray[np.int64]:
-    """Which earlier token each of n tokens repeats, itself where none; see `Tokens`."""
-    return synthetic_repeats(rng.random((n, 3)), repeat, run)
+def repeats(rng: np.random.Generator, n: int, tokens: Tokens) -> npt.NDArray[np.int64]:
+    """Which token of the stock or of those before it each of n tokens repeats, itself where none."""
+    return synthetic_repeats(rng.random((n, 3)), tokens.stock, tokens.repeat, tokens.run)
 
 
 def noise_strength(
