@@ -35,6 +35,7 @@ MOST_REQUESTS = 600
 LONGEST = 512
 SEARCHES = 1000
 LEAST_REQUESTS = 10
+MOST_TOPICS = 16
 SPECULATION_RECALL = (0.84, 0.80, 0.76, 0.73, 0.71, 0.67)
 
 
@@ -85,7 +86,8 @@ def fit_preset(
         )
     cut = int(TRAINING_SHARE * len(requests))
     training, held_out = requests[:cut], requests[cut:]
-    fitted = _fit(starting_preset(meta), training, meta, seed, progress)
+    start = starting_preset(meta, topics=None if categories is None else len(set(categories)))
+    fitted = _fit(start, training, meta, seed, progress)
     progress("comparing on requests held out")
     recorded = measure(training, held_out, meta.top_k, searches=SEARCHES, rng=np.random.default_rng(seed))
     seeds = (seed, seed + 1, seed + 2)
@@ -99,8 +101,11 @@ def fit_preset(
     return PresetFit(str(path), meta, fitted, len(training), len(held_out), seeds, recorded, generated)
 
 
-def starting_preset(meta: RoutingMeta) -> RoutingPreset:
+def starting_preset(meta: RoutingMeta, *, topics: int | None = None) -> RoutingPreset:
     """Where every fit of a model of this shape starts; what no recording tells stays so, and is ASSUMED.
+
+    As many `topics` as there are categories, at most `MOST_TOPICS`, which is also their number where nobody
+    said what requests are about.
 
     Raises `SettingError` where no routing can be made up: a model whose tokens use every expert needs none.
     """
@@ -124,7 +129,7 @@ def starting_preset(meta: RoutingMeta) -> RoutingPreset:
         latent=Latent(dimensions=6, layer_width=4.0, global_share=0.2, context_layers=1.0),
         shares=Shares(topic=0.17, request=0.12, drift=0.23, iteration=0.01, token=0.32, layer=0.15),
         tokens=Tokens(
-            topics=16,
+            topics=min(topics or MOST_TOPICS, MOST_TOPICS),
             kinds=400,
             zipf=1.0,
             topical=0.12,
