@@ -31,7 +31,7 @@ def curves(found: RoutingAnalysis) -> list[tuple[str, str, str]]:
     parts = {part.iterations: part.bits for part in found.entropy.aggregated}
     rise = (parts[16] - parts[1]) / (parts[64] - parts[1])
     seed = found.seeds[0]
-    small, large = seed.stores[0], seed.stores[-1]
+    small, large = next(store for store in seed.stores if store.maps == 1000), seed.stores[-1]
     rows = [
         (
             "Fig. 3, fine entropy below coarse",

@@ -36,6 +36,18 @@ LONGEST = 512
 SEARCHES = 1000
 LEAST_REQUESTS = 10
 MOST_TOPICS = 16
+STATED = (
+    "static_hit",
+    "overlap_1",
+    "nearest_1K_d3",
+    "nearest_10K_d3",
+    "blend_1K_d3",
+    "blend_10K_d3",
+    "own_request_hit",
+    "cosine_within",
+    "cosine_across",
+    "cosine_requests",
+)
 SPECULATION_RECALL = (0.84, 0.80, 0.76, 0.73, 0.71, 0.67)
 
 
@@ -97,7 +109,9 @@ def fit_preset(
             for s in seeds
         ]
     )
-    fitted = msgspec.structs.replace(fitted, measured=measured(fitted), evidence=_evidence(fitted, meta))
+    fitted = msgspec.structs.replace(
+        fitted, measured=measured(fitted), evidence=_evidence(fitted, meta, recorded, generated)
+    )
     return PresetFit(str(path), meta, fitted, len(training), len(held_out), seeds, recorded, generated)
 
 
@@ -224,7 +238,9 @@ def summary(preset: RoutingPreset, seed: int) -> dict[str, float]:
     return summarise(requests, preset.top_k, distance=distance, stored=1000, served=300, rng=rng)
 
 
-def _evidence(preset: RoutingPreset, meta: RoutingMeta) -> dict[str, Evidence]:
+def _evidence(
+    preset: RoutingPreset, meta: RoutingMeta, recorded: RoutingFigures, generated: RoutingFigures
+) -> dict[str, Evidence]:
     source = f"finemoe trace fit, on {meta.notes or meta.model}"
     entropy = "" if meta.gate_content == "full" else f"; unrecorded probability {meta.unchosen_mass}"
     found = {
@@ -238,4 +254,21 @@ def _evidence(preset: RoutingPreset, meta: RoutingMeta) -> dict[str, Evidence]:
         found["speculation_recall"] = Evidence(label="CALIBRATED", source=source)
     if meta.embedding_width:
         found["embedding"] = Evidence(label="CALIBRATED", source=source)
-    return found | assumed
+    return found | assumed | {"how far off": differences(recorded, generated)}
+
+
+def differences(recorded: RoutingFigures, generated: RoutingFigures) -> Evidence:
+    """What a preset says of its distance from the recording."""
+    figures = [
+        f"{name} {recorded.values[name]:.3f} / {generated.values[name]:.3f}"
+        for name in STATED
+        if name in recorded.values and name in generated.values
+    ]
+    layers = zip(recorded.entropy, generated.entropy, strict=True)
+    worst = max(abs(made / max(found, 1e-9) - 1) for found, made in layers)
+    return Evidence(
+        label="MEASURED",
+        source="recorded / generated, mean of three seeds, on requests held out: "
+        + ", ".join(figures)
+        + f"; entropy by layer within {worst:.1%}",
+    )

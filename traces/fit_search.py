@@ -94,23 +94,21 @@ def generated_figures(
 
 
 def search(start: RoutingPreset, goal: Goal, progress: Callable[[str], None]) -> Candidate:
-    """The best preset found: knobs, then other numbers of latent dimensions, then knobs twice more."""
+    """The best preset found: two turns of knobs and of other numbers of latent dimensions, then knobs."""
     best = _evaluate(start, goal)
-    slopes = _slopes(best, goal, progress)
-    best, slopes = _descend(best, slopes, 5, goal, progress)
-    for direction in (-1, 1):
-        while best.preset.latent.dimensions + direction >= 2:
-            latent = msgspec.structs.replace(
-                best.preset.latent, dimensions=best.preset.latent.dimensions + direction
-            )
-            other = _evaluate(msgspec.structs.replace(best.preset, latent=latent), goal)
-            tried, there = _descend(other, slopes, 3, goal, progress)
-            if tried.cost >= best.cost:
-                break
-            best, slopes = tried, there
     for _ in range(2):
-        best, _ = _descend(best, _slopes(best, goal, progress), 5, goal, progress)
-    return best
+        best, slopes = _descend(best, _slopes(best, goal, progress), 5, goal, progress)
+        for direction in (-1, 1):
+            while best.preset.latent.dimensions + direction >= 2:
+                latent = msgspec.structs.replace(
+                    best.preset.latent, dimensions=best.preset.latent.dimensions + direction
+                )
+                other = _evaluate(msgspec.structs.replace(best.preset, latent=latent), goal)
+                tried, there = _descend(other, slopes, 3, goal, progress)
+                if tried.cost >= best.cost:
+                    break
+                best, slopes = tried, there
+    return _descend(best, _slopes(best, goal, progress), 5, goal, progress)[0]
 
 
 def _evaluate(preset: RoutingPreset, goal: Goal) -> Candidate:

@@ -101,7 +101,8 @@ class RoutingPreset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     `speculation_recall`: share of the true top K found in the speculated row at distance 1, 2, …; further
     distances fall by the last ratio. `prefill_sample`: prompt tokens that are drawn one by one, the others
-    follow their distribution. `evidence` has an entry for each group of parameters; `measured` holds
+    follow their distribution. `evidence` has an entry for each group of parameters, and says how far the
+    routing is from what the preset was fitted to; `measured` holds
     statistics of the generated routing (definitions in routing_stats.py), kept by the tests.
     """
 
