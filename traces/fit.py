@@ -30,7 +30,7 @@ from .synthetic import SyntheticRouting
 
 TRAINING_SHARE = 0.7
 FIT_REQUESTS = (120, 60)  # stored and served in the search
-FIT_ITERATIONS = 160  # of a request in the search
+FIT_ITERATIONS = 320  # of a request in the search: recordings may begin unlike they go on
 MOST_REQUESTS = 600
 LONGEST = 512
 SEARCHES = 1000

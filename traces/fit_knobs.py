@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -48,10 +50,10 @@ def with_knobs(preset: RoutingPreset, knobs: Doubles) -> RoutingPreset:
     ratios = np.exp(knobs[: len(_SHARES)])
     left = 1 - preset.shares.iteration
     named = {
-        name: round(float(left * ratio / (1 + ratios.sum())), 4)
+        name: math.floor(1e4 * left * ratio / (1 + ratios.sum())) / 1e4  # never more than is left
         for name, ratio in zip(_SHARES, ratios, strict=True)
     }
-    token = round(left - sum(named.values()), 4)
+    token = round(left - sum(named.values()), 9)
     correlation, repeat, stock, concentration, layers, common = knobs[len(_SHARES) :]
     replace = msgspec.structs.replace
     return replace(

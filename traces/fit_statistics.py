@@ -100,9 +100,13 @@ def measure(
 
 
 def mean_figures(figures: Sequence[RoutingFigures]) -> RoutingFigures:
-    """Each figure's mean over several seeds."""
+    """Mean over several seeds of each figure that all of them have."""
     return RoutingFigures(
-        {name: float(np.mean([one.values[name] for one in figures])) for name in figures[0].values},
+        {
+            name: float(np.mean([one.values[name] for one in figures]))
+            for name in figures[0].values
+            if all(name in one.values for one in figures)
+        },
         *(
             np.mean([getattr(one, name) for one in figures], axis=0).tolist()
             for name in ("entropy", "skew", "overlap")

@@ -32,7 +32,8 @@ def preset_text(preset: RoutingPreset) -> str:
         head = _MEASURED if name == "measured" else ""
         lines = [f"{_key(key)} = {_toml(item)}\n" for key, item in value.items()]
         groups.append(f"{head}\n[{name}]\n{''.join(lines)}")
-    return _HEAD.format(model=preset.model) + "".join(plain) + "".join(groups)
+    printable = "".join(c if c.isprintable() else " " for c in preset.model)
+    return _HEAD.format(model=printable) + "".join(plain) + "".join(groups)
 
 
 def check_preset_output(path: Path) -> None:
