@@ -153,6 +153,7 @@ def synthetic_logits(
     readout: npt.NDArray[np.float32],
     bias: npt.NDArray[np.float32],
     noise: npt.NDArray[np.float32],
+    strength: npt.NDArray[np.float32],
     streams: npt.NDArray[np.uint32],
 ) -> npt.NDArray[np.float32]: ...
 def synthetic_gate(
@@ -168,6 +169,9 @@ def synthetic_embeddings(
 def synthetic_prompt(
     rows: npt.NDArray[np.float16], chosen: npt.NDArray[np.uint16]
 ) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.int64]]: ...
+def synthetic_repeats(
+    draws: npt.NDArray[np.float64], stock: int, repeat: float, run: float
+) -> npt.NDArray[np.int64]: ...
 def synthetic_drift(noise: npt.NDArray[np.float32], correlation: float) -> None: ...
 def crc32c(buffer: Buffer, start: int = 0) -> int: ...
 

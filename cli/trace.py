@@ -1,27 +1,28 @@
-"""`finemoe trace`: look at a request trace, convert one, import, record and analyse routing."""
+"""`finemoe trace`: look at request traces, convert them; import, record and analyse routing, fit to it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from .shell import help_without_command
+from .status import status_line
+from .trace_fit import fit_command
 from .trace_record import record_command
 
 if TYPE_CHECKING:
     from ..traces.request_info import TraceInfo
 
 trace_app = typer.Typer(
-    help="Look at request traces, convert them; record, import and analyse routing.",
+    help="Look at request traces, convert them; record, import and analyse routing, fit presets to it.",
     invoke_without_command=True,
     callback=help_without_command,
 )
 trace_app.command("record")(record_command)
+trace_app.command("fit")(fit_command)
 
 Source = Annotated[Path, typer.Argument(metavar="FILE", help="Request trace in any known format.")]
 Sort = Annotated[bool, typer.Option("--sort", help="Accept time stamps that go backward.")]
@@ -139,7 +140,7 @@ def analyze_command(
         raise SettingError(f"--fill {fill}: name sample or rdy.")
     if output is not None:
         require_matplotlib()  # before minutes of work
-    with _status() as tell:
+    with status_line() as tell:
         analysis = analyse_routing(
             routing,
             store=store,
@@ -170,18 +171,6 @@ def _whole_numbers(option: str, text: str) -> list[int]:
     if not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):
         raise SettingError(f"{option} {text}: whole numbers with commas between them are expected.")
     return [int(part) for part in parts]
-
-
-@contextmanager
-def _status() -> Iterator[Callable[[str], None]]:
-    """What is being done, in a line on standard error where that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("") as line:
-        yield lambda text: line.update(text)
 
 
 def _print_info(info: TraceInfo) -> None:

@@ -31,16 +31,18 @@ void bind_synthetic(py::module_& m) {
     m.def(
         "synthetic_logits",
         [](const Floats& latents, const Floats& readout, const Floats& bias, const Floats& noise,
-           Streams& streams) {
+           const Floats& strength, Streams& streams) {
             const auto made = with_streams(streams, [&](NoiseStreams& s) {
-                return synthetic_logits(span_of(latents), span_of(readout), span_of(bias), span_of(noise), s);
+                return synthetic_logits(span_of(latents), span_of(readout), span_of(bias), span_of(noise),
+                                        span_of(strength), s);
             });
             const auto width = bias.size();
             return py::array_t<float>({static_cast<py::ssize_t>(made.size()) / width, width}, made.data());
         },
         py::arg("latents").noconvert(), py::arg("readout").noconvert(), py::arg("bias").noconvert(),
-        py::arg("noise").noconvert(), py::arg("streams").noconvert(),
-        "f32 logits [n, W] of latents [n, D], readout [D, W], bias and noise [W]; streams [W] move on by n.");
+        py::arg("noise").noconvert(), py::arg("strength").noconvert(), py::arg("streams").noconvert(),
+        "f32 logits [n, W] of latents [n, D], readout [D, W], bias and noise [W], strength of the noise [n]; "
+        "streams [W] move on by n.");
     m.def(
         "synthetic_gate",
         [](const Floats& logits, int experts, int top_k) {
@@ -86,6 +88,18 @@ void bind_synthetic(py::module_& m) {
         py::arg("rows"), py::arg("chosen").noconvert(),
         "Of f16 rows [n, L, J] and their top K [n, L, K]: the mean row [L, J] and the tokens per expert [L, "
         "J].");
+    m.def(
+        "synthetic_repeats",
+        [](const py::array_t<double, py::array::c_style>& draws, std::size_t stock, double repeat,
+           double run) {
+            const auto source =
+                synthetic_repeats({draws.data(), static_cast<std::size_t>(draws.size())}, stock, repeat, run);
+            return py::array_t<std::int64_t>(static_cast<py::ssize_t>(source.size()), source.data());
+        },
+        py::arg("draws").noconvert(), py::arg("stock"), py::arg("repeat"), py::arg("run"),
+        "Which of `stock` tokens and of those before it each of n tokens repeats, itself where none [n]; "
+        "uniform "
+        "draws f64 [n, 3].");
     m.def(
         "synthetic_drift",
         [](Floats& noise, float correlation) {

@@ -69,25 +69,26 @@ const auto run_embeddings = embeddings_generic;
 
 std::vector<float> synthetic_logits(std::span<const float> latents, std::span<const float> readout,
                                     std::span<const float> bias, std::span<const float> noise,
-                                    NoiseStreams& streams) {
+                                    std::span<const float> strength, NoiseStreams& streams) {
     const std::size_t width = bias.size();
     need(width > 0 && noise.size() == width && streams.size() == width && readout.size() % width == 0,
          "synthetic_logits: readout, bias, noise and streams differ in columns");
     const std::size_t dimensions = readout.size() / width;
     need(dimensions > 0 && latents.size() % dimensions == 0, "synthetic_logits: latents are not [n, D]");
     const std::size_t rows = latents.size() / dimensions;
+    need(strength.size() == rows, "synthetic_logits: strength is not [n]");
     const std::size_t whole = padded(width, kColumnsTogether);
     if (whole == width) {
         std::vector<float> out(rows * width);
         run_logits(latents.data(), rows, dimensions, readout.data(), width, bias.data(), noise.data(),
-                   streams.data(), out.data());
+                   strength.data(), streams.data(), out.data());
         return out;
     }
     NoiseStreams widened = with_width(std::span<const std::uint32_t>(streams), width, whole);
     const auto wide = [&](std::span<const float> values) { return with_width(values, width, whole); };
     std::vector<float> out(rows * whole);
     run_logits(latents.data(), rows, dimensions, wide(readout).data(), whole, wide(bias).data(),
-               wide(noise).data(), widened.data(), out.data());
+               wide(noise).data(), strength.data(), widened.data(), out.data());
     streams = with_width(std::span<const std::uint32_t>(widened), whole, width);
     return with_width(std::span<const float>(out), whole, width);
 }
@@ -168,6 +169,28 @@ SyntheticPrompt synthetic_prompt(std::span<const std::uint16_t> rows, std::span<
     std::transform(sums.begin(), sums.end(), prompt.mean.begin(),
                    [&](float sum) { return float_to_half(sum / static_cast<float>(n)); });
     return prompt;
+}
+
+std::vector<std::int64_t> synthetic_repeats(std::span<const double> draws, std::size_t stock, double repeat,
+                                            double run) {
+    need(draws.size() % 3 == 0, "synthetic_repeats: draws are not [n, 3]");
+    std::vector<std::int64_t> source(draws.size() / 3);
+    const std::size_t none = stock + source.size();
+    std::size_t last = none;  // what the token before repeated
+    for (std::size_t t = 0; t < source.size(); ++t) {
+        const double* draw = draws.data() + 3 * t;
+        const std::size_t place = stock + t;
+        if (last < none && draw[0] < run) {
+            ++last;
+        } else if (place > 0 && draw[1] < repeat) {
+            last = std::min(static_cast<std::size_t>(draw[2] * static_cast<double>(place)), place - 1);
+        } else {
+            last = none;
+        }
+        const std::size_t from = last < none ? last : place;
+        source[t] = from >= stock && from < place ? source[from - stock] : static_cast<std::int64_t>(from);
+    }
+    return source;
 }
 
 void synthetic_drift(std::span<float> noise, std::size_t dimensions, float correlation) {

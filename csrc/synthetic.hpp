@@ -11,11 +11,11 @@ namespace finemoe {
 // A stream of uniform numbers per column (xorshift32): each row takes one number from each.
 using NoiseStreams = std::vector<std::uint32_t>;
 
-// logits[n, W] = latents[n, D] · readout[D, W] + bias[W] + noise[W] · u, u uniform in [−½, ½). All are
-// row-major f32; a stream must not be 0. CoreError where sizes do not fit together.
+// logits[n, W] = latents[n, D] · readout[D, W] + bias[W] + noise[W] · strength[n] · u, u uniform in [−½, ½).
+// All are row-major f32; a stream must not be 0. CoreError where sizes do not fit together.
 std::vector<float> synthetic_logits(std::span<const float> latents, std::span<const float> readout,
                                     std::span<const float> bias, std::span<const float> noise,
-                                    NoiseStreams& streams);
+                                    std::span<const float> strength, NoiseStreams& streams);
 
 // Rows of J logits as probabilities in f16, and the top K of each in ascending order (of equals the lower
 // one). Logits beyond ±80 count as ±80.
@@ -37,6 +37,13 @@ struct SyntheticPrompt {
 };
 SyntheticPrompt synthetic_prompt(std::span<const std::uint16_t> rows, std::span<const std::uint16_t> chosen,
                                  std::size_t width, int experts, int top_k);
+
+// Which earlier token each of n tokens repeats, itself where none: [n], places counted from the first of
+// `stock` tokens before them. draws[n, 3] are uniform in [0, 1). A token after a repeated one repeats the
+// next one of its source with chance `run`; otherwise, with chance `repeat`, any earlier one. What is
+// repeated stands for what it repeats itself.
+std::vector<std::int64_t> synthetic_repeats(std::span<const double> draws, std::size_t stock, double repeat,
+                                            double run);
 
 // Turns noise [n, D] into stationary series: x[t] = r · x[t − 1] + √(1 − r²) · noise[t], x[0] = noise[0].
 void synthetic_drift(std::span<float> noise, std::size_t dimensions, float correlation);

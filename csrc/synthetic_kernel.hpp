@@ -5,7 +5,8 @@
 // out[n, w] of whole registers of columns; see synthetic_logits.
 FINEMOE_TARGET void FINEMOE_LOGITS(const float* latents, std::size_t rows, std::size_t dimensions,
                                    const float* readout, std::size_t width, const float* bias,
-                                   const float* noise, std::uint32_t* streams, float* out) {
+                                   const float* noise, const float* strength, std::uint32_t* streams,
+                                   float* out) {
     using Words = std::uint32_t __attribute__((vector_size(FINEMOE_LANES * 4)));
     using Ints = std::int32_t __attribute__((vector_size(FINEMOE_LANES * 4)));
     using Lanes = float __attribute__((vector_size(FINEMOE_LANES * 4)));
@@ -18,13 +19,14 @@ FINEMOE_TARGET void FINEMOE_LOGITS(const float* latents, std::size_t rows, std::
         __builtin_memcpy(spread, noise + first, sizeof spread);
         for (std::size_t n = 0; n < rows; ++n) {
             Lanes sums[kRegisters];
+            const float strong = strength[n];
 #pragma GCC unroll 8
             for (std::size_t k = 0; k < kRegisters; ++k) {
                 stream[k] ^= stream[k] << 13U;
                 stream[k] ^= stream[k] >> 17U;
                 stream[k] ^= stream[k] << 5U;
                 const Lanes whole = __builtin_convertvector(reinterpret_cast<Ints>(stream[k] >> 8U), Lanes);
-                sums[k] = lasting[k] + spread[k] * (whole * 0x1p-24F - 0.5F);
+                sums[k] = lasting[k] + spread[k] * strong * (whole * 0x1p-24F - 0.5F);
             }
             for (std::size_t d = 0; d < dimensions; ++d) {
                 const float latent = latents[n * dimensions + d];

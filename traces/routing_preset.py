@@ -34,7 +34,8 @@ class Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Where the variance of a gate logit comes from deep in the model; the shares sum to 1.
 
     The context is the `topic` of the request, the `request` itself, a `drift` within it and the `iteration`;
-    then there are the current `token`'s kind, and noise that each `layer` has for itself.
+    then there are the current `token`'s kind, and noise that each `layer` has for itself. The noise's share
+    differs from iteration to iteration (`Rows.noise_concentration`); `layer` is its mean.
     """
 
     topic: float
@@ -47,26 +48,40 @@ class Shares(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 class Tokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What requests are about: `topics`; `kinds` of tokens with Zipf exponent `zipf`, a share `topical` of
-    them drawn in the topic's own order; `drift_correlation` of the drift from one iteration to the next."""
+    them drawn in the topic's own order; `drift_correlation` of the drift from one iteration to the next.
+
+    Answers repeat passages: with chance `repeat` a decode iteration has kind and drift of an earlier one of
+    its request or of one of the `stock` iterations that all requests of its topic know, and with chance `run`
+    the next iteration then goes on with the one after that."""
 
     topics: int
     kinds: int
     zipf: float
     topical: float
     drift_correlation: float
+    repeat: float
+    run: float
+    stock: int
 
 
 class Rows(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`entropy_bits`: mean entropy of a decode row at evenly spaced layers from the first to the last,
-    interpolated between; `bias`: standard deviation of an expert's lasting popularity, uniformly distributed,
-    in standard deviations of a logit."""
+    interpolated between; `bias`, likewise: standard deviation of an expert's lasting popularity, uniformly
+    distributed, in standard deviations of a logit. `noise_concentration`: how alike iterations are in the
+    share of each layer's own noise, a Beta distribution's a + b; small: some have nearly none, others little
+    else."""
 
     entropy_bits: tuple[float, ...]
-    bias: float
+    bias: tuple[float, ...]
+    noise_concentration: float
 
 
 class EmbeddingShares(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the variance of the semantic embedding comes from; the shares sum to 1."""
+    """Where the variance of the semantic embedding comes from; the shares sum to 1.
+
+    What topic, request and token give it follows their latent vectors with a share `embedding_coupling` of
+    its variance, so that tokens that are routed alike are alike in embedding; the rest is their own.
+    """
 
     topic: float
     request: float
@@ -86,7 +101,8 @@ class RoutingPreset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     `speculation_recall`: share of the true top K found in the speculated row at distance 1, 2, …; further
     distances fall by the last ratio. `prefill_sample`: prompt tokens that are drawn one by one, the others
-    follow their distribution. `evidence` has an entry for each group of parameters; `measured` holds
+    follow their distribution. `evidence` has an entry for each group of parameters, and says how far the
+    routing is from what the preset was fitted to; `measured` holds
     statistics of the generated routing (definitions in routing_stats.py), kept by the tests.
     """
 
@@ -103,6 +119,7 @@ class RoutingPreset(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     tokens: Tokens
     rows: Rows
     embedding: EmbeddingShares
+    embedding_coupling: float
     evidence: dict[str, Evidence]
     measured: dict[str, float]
 
@@ -134,7 +151,14 @@ def _problems(preset: RoutingPreset) -> list[str]:
     require(preset.tokens.zipf >= 0, "tokens.zipf must not be negative")
     require(0 <= preset.tokens.topical <= 1, "tokens.topical must be in [0, 1]")
     require(0 <= preset.tokens.drift_correlation < 1, "tokens.drift_correlation must be in [0, 1)")
-    require(preset.rows.bias >= 0, "rows.bias must not be negative")
+    require(0 <= preset.tokens.stock <= 100_000, "tokens.stock must be in 0 … 100000")
+    require(0 <= preset.tokens.repeat <= 1, "tokens.repeat must be in [0, 1]")
+    require(0 <= preset.tokens.run <= 1, "tokens.run must be in [0, 1]")
+    require(
+        bool(preset.rows.bias) and min(preset.rows.bias) >= 0, "rows.bias needs values, none of them negative"
+    )
+    require(preset.rows.noise_concentration > 0, "rows.noise_concentration must be positive")
+    require(0 <= preset.embedding_coupling <= 1, "embedding_coupling must be in [0, 1]")
     most = math.log2(preset.experts)
     require(
         bool(preset.rows.entropy_bits) and all(0 < bits < most for bits in preset.rows.entropy_bits),

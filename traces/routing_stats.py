@@ -50,35 +50,55 @@ def nearest_map_hit(
     *,
     distance: int,
     neighbours: int = 1,
-    temperature: float = 0.05,
 ) -> float:
-    """Hits of the paper's trajectory search with K prefetched experts per layer.
+    """Hits of the paper's trajectory search with K prefetched experts per layer; see `map_hits`."""
+    found = map_hits(stored, gate, chosen, distances=(distance,), neighbours=(neighbours,))
+    return float(found[distance, neighbours].mean())
+
+
+def map_hits(
+    stored: npt.NDArray[np.floating],
+    gate: npt.NDArray[np.floating],
+    chosen: Chosen,
+    *,
+    distances: tuple[int, ...],
+    neighbours: tuple[int, ...],
+    temperature: float = 0.05,
+) -> dict[tuple[int, int], npt.NDArray[np.float64]]:
+    """(distance, neighbours) → each iteration's hits [n] of a trajectory search with K prefetched experts.
 
     For each layer l ≥ distance the cosine of the rows 0 … l − distance of `gate` [n, L, J] against the same
     rows of every map in `stored` [C, L, J] picks the nearest map, whose K largest values in row l are the
-    prediction. With `neighbours` > 1 the nearest maps are blended with weights exp(cosine / temperature).
+    prediction. With `neighbours` > 1 that many nearest maps are blended with weights
+    exp(cosine / temperature).
     """
-    top_k = int(chosen[0, 0].sum())
+    top_k, layers = int(chosen[0, 0].sum()), stored.shape[1]
     maps, rows = stored.astype(np.float32), gate.astype(np.float32)
     dots = np.zeros((len(rows), len(maps)), dtype=np.float32)
     map_squares, row_squares = np.zeros(len(maps), np.float32), np.zeros(len(rows), np.float32)
-    hits = activations = 0
-    for layer in range(distance, maps.shape[1]):
-        seen = layer - distance
+    inside = {(d, k): np.zeros(len(rows)) for d in distances for k in neighbours}
+    for seen in range(layers - min(distances)):
         dots += rows[:, seen] @ maps[:, seen].T
         map_squares += np.square(maps[:, seen]).sum(axis=1)
         row_squares += np.square(rows[:, seen]).sum(axis=1)
-        scores = dots / np.sqrt(map_squares)
-        if neighbours == 1:
-            predicted = maps[scores.argmax(axis=1), layer]
-        else:
-            best = np.argpartition(-scores, neighbours, axis=1)[:, :neighbours]
-            cosines = np.take_along_axis(scores, best, axis=1) / np.sqrt(row_squares)[:, None]
-            weights = np.exp((cosines - cosines.max(axis=1, keepdims=True)) / temperature)
-            predicted = np.einsum("nc,ncj->nj", weights, maps[best, layer])
-        hits += int((top_k_mask(predicted, top_k) & chosen[:, layer]).sum())
-        activations += int(chosen[:, layer].sum())
-    return hits / activations
+        scores = dots * (1 / np.sqrt(map_squares))
+        blends = {}
+        for k in neighbours:
+            if 1 < k < len(maps):
+                blends[k] = np.argpartition(scores, len(maps) - k, axis=1)[:, -k:]
+            else:
+                blends[k] = scores.argmax(axis=1)[:, None] if k == 1 else np.arange(len(maps))[None]
+        for (distance, k), hits in inside.items():
+            layer = seen + distance
+            if layer < layers:
+                if k == 1:
+                    predicted = maps[blends[k][:, 0], layer]
+                else:
+                    cosines = np.take_along_axis(scores, blends[k], axis=1) / np.sqrt(row_squares)[:, None]
+                    weights = np.exp((cosines - cosines.max(axis=1, keepdims=True)) / temperature)
+                    predicted = np.einsum("nc,ncj->nj", weights, maps[blends[k], layer])
+                hits += (top_k_mask(predicted, top_k) & chosen[:, layer]).sum(axis=1)
+    return {(d, k): hits / (top_k * (layers - d)) for (d, k), hits in inside.items()}
 
 
 def speculation_recall(

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .._core import synthetic_drift, synthetic_gate
+from .._core import synthetic_drift, synthetic_gate, synthetic_repeats
 from ..errors import SettingError
-from .routing_preset import RoutingPreset
+from .routing_preset import RoutingPreset, Tokens
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -50,10 +50,33 @@ def drift(rng: np.random.Generator, n: int, dimensions: int, correlation: float)
     return series
 
 
+def repeats(rng: np.random.Generator, n: int, tokens: Tokens) -> npt.NDArray[np.int64]:
+    """Which token of the stock or of those before it each of n tokens repeats, itself where none."""
+    return synthetic_repeats(rng.random((n, 3)), tokens.stock, tokens.repeat, tokens.run)
+
+
+def noise_strength(
+    rng: np.random.Generator, n: int, share: float, concentration: float
+) -> tuple[Floats, Floats]:
+    """Of n iterations, factors [n] on what the layers read in common and on each layer's own noise.
+
+    An iteration's noise has a share v of the variance, Beta distributed with mean `share`.
+    """
+    if not 0 < share < 1:
+        return np.ones(n, np.float32), np.ones(n, np.float32)
+    part = rng.beta(share * concentration, (1 - share) * concentration, n)
+    read, noise = np.sqrt((1 - part) / (1 - share)), np.sqrt(part / share)
+    return read.astype(np.float32), noise.astype(np.float32)
+
+
+def evenly_spaced(values: tuple[float, ...], layers: int) -> Doubles:
+    """`values` stand at evenly spaced layers from the first to the last; interpolated to every layer [L]."""
+    return np.asarray(np.interp(np.linspace(0, 1, layers), np.linspace(0, 1, len(values)), values))
+
+
 def scale_for_entropy(logits: Floats, preset: RoutingPreset) -> Floats:
     """Factor per layer [L] that gives the sample `logits` [n, L, J] the preset's mean entropy."""
-    bits = preset.rows.entropy_bits
-    goal = np.interp(np.linspace(0, 1, preset.layers), np.linspace(0, 1, len(bits)), bits)
+    goal = evenly_spaced(preset.rows.entropy_bits, preset.layers)
     low, high = np.zeros(preset.layers), np.full(preset.layers, LARGEST_SCALE)
     entropy = goal
     for _ in range(16):
