@@ -38,10 +38,10 @@ class Batch:
 
     def row_means(self, values: Tensor) -> Tensor:
         """Mean over each row's tokens of `values` [B·T or B, T, n]: fp32 [B, n]."""
+        if self.tokens == 1:  # most passes: no more than it takes
+            return values.detach().view(len(self.requests), -1).float()
         rows = values.detach().view(len(self.requests), self.tokens, -1).float()
-        if self.tokens == 1:
-            rows = rows[:, 0]
-        elif self.valid is None:
+        if self.valid is None:
             rows = rows.mean(dim=1)
         else:
             # Not a product with the mask: what pads compute may be no number.
