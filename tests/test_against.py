@@ -106,7 +106,7 @@ def test_what_is_no_real_run_is_refused(run: Path, tmp_path: Path) -> None:
         against(tmp_path)
     with pytest.raises(SettingError, match="Give --hardware as well"):
         against(run, None, ("link.bandwidth=1GB/s",))
-    sample = Path(finemoe.__file__).parent / "traces" / "samples" / "azure_conv_synthetic.parquet"
+    sample = Path(__file__).parents[1] / "traces" / "samples" / "azure_conv_synthetic.parquet"
     finemoe.simulate(sample, num_requests=2, output_tokens=3, output=tmp_path / "sim")
     with pytest.raises(SettingError, match="is a simulated run"):
         against(tmp_path / "sim")
