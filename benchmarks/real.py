@@ -1,6 +1,6 @@
 """Real execution on the CPU: what offloading costs, against the plain model and against accelerate.
 
-    python benchmarks/real.py MODEL [--tokens N] [--repeats N]
+    python benchmarks/real.py MODEL [--tokens N] [--repeats N] [--only overhead|throughput|stall]
 
 MODEL: a checkpoint, such as `finemoe model build` makes. One thread computes; the engine's threads use the
 other core. Decoding one request, in turns, so that a busy machine slows all alike; ratios are of the medians.
@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", choices=("overhead", "throughput", "stall"))
     given = parser.parse_args()
     import torch
     from transformers.utils import logging
@@ -43,9 +44,9 @@ def main() -> None:
     logging.disable_progress_bar()
     print(f"{machine()}; torch {torch.__version__}")
     bench = Bench(given.model, given.tokens, given.repeats)
-    bench.overhead()
-    bench.throughput()
-    bench.stall()
+    for part in ("overhead", "throughput", "stall"):
+        if given.only in (None, part):
+            getattr(bench, part)()
 
 
 class Bench:
