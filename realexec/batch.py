@@ -33,7 +33,7 @@ class Batch:
         """Tokens of each row."""
         if self.valid is None:
             return [self.tokens] * len(self.requests)
-        lengths: list[int] = self.valid.sum(dim=1).tolist()
+        lengths: list[int] = self.valid.sum(dim=1).clamp(min=1).tolist()  # a row of pads counts as one token
         return lengths
 
     def row_means(self, values: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Batch:
         else:
             # Not a product with the mask: what pads compute may be no number.
             rows = rows.masked_fill(~self.valid.unsqueeze(-1), 0)
-            rows = rows.sum(dim=1) / self.valid.sum(dim=1, keepdim=True)
+            rows = rows.sum(dim=1) / self.valid.sum(dim=1, keepdim=True).clamp(min=1)
         return rows
 
 

@@ -36,8 +36,9 @@ def attach(model: Any, runtime: Runtime) -> None:
         setattr(layer.experts, _ATTRIBUTE, (runtime, layer.index))
         layer.router.register_forward_hook(functools.partial(_routed, runtime))
     model.set_experts_implementation(FUNCTION)
-    requests = _Requests(runtime, cache_argument(model))
-    model.register_forward_pre_hook(requests.expect, with_kwargs=True)
+    decoder = model.base_model  # what `model(...)` calls, and who wants hidden states
+    requests = _Requests(runtime, cache_argument(decoder))
+    decoder.register_forward_pre_hook(requests.expect, with_kwargs=True)
     model.get_input_embeddings().register_forward_hook(functools.partial(_embedded, runtime))
     model.generate = functools.partial(_generate, model, runtime, type(model).generate)
 
@@ -65,13 +66,17 @@ class _Requests:
         self._cache_argument = cache_argument
         self._next = 0
         self._running: tuple[int, ...] = ()
+        self._told: Batch | None = None
 
     def expect(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward pass of the whole model."""
-        if self._runtime.expected:
+        pending = self._runtime.expected
+        if pending is not None and pending is not self._told:
             return  # somebody who knows the requests has told
         embedded = kwargs.get("inputs_embeds")
         given: Any = kwargs.get("input_ids", args[0] if args else None) if embedded is None else embedded
+        if given is None or not given.shape[0]:
+            return  # the model says what is wrong
         rows, tokens = int(given.shape[0]), int(given.shape[1])
         past = kwargs.get(self._cache_argument)
         begun = past is not None and past.get_seq_length() > 0
@@ -83,6 +88,7 @@ class _Requests:
         if tokens > 1 and mask is not None and mask.ndim == 2:
             valid = mask[:, -tokens:].bool()
             valid = None if bool(valid.all()) else valid
-        self._runtime.expect(Batch(self._running, not begun or tokens > 1, tokens, valid))
+        self._told = Batch(self._running, not begun or tokens > 1, tokens, valid)
+        self._runtime.expect(self._told)
         if embedded is not None:
             self._runtime.begin(embedded)

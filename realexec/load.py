@@ -121,7 +121,7 @@ class Checkpoint:
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read config and index of a checkpoint; SettingError for one that cannot be used."""
     config = read_config(folder)
-    whole = inspect(config)
+    whole = inspect(folder, config)
     index = read_index(folder)
     layout = expert_layout(index, whole.blocks, whole.shapes, renaming(whole), whole.moe.family)
     return Checkpoint(folder, config, whole.moe, layout)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import FineMoEError
+from ..errors import CoreError, FineMoEError, SettingError
 from ..policy.core import CHUNK_OPEN, FORWARD_PENDING, OUTBOXES, PREFETCH_OPEN
 from .batch import Batch, Observer
 from .experts_kernel import Arena, LayerOutputs, combine, runs_of
@@ -86,9 +86,9 @@ class Runtime:
         self._batch = self._open = self._logits = self._hidden = None
 
     @property
-    def expected(self) -> bool:
-        """Whether the next forward pass is known."""
-        return self._batch is not None
+    def expected(self) -> Batch | None:
+        """Whom the next forward pass serves, where that is known."""
+        return self._batch
 
     # What the hooks call.
 
@@ -102,7 +102,7 @@ class Runtime:
         """The embedding's output [B, T, h] is known: the iteration begins."""
         batch, self._batch = self._batch, None
         if batch is None:
-            raise FineMoEError("the embedding ran outside a forward pass of the whole model.")
+            return  # somebody embeds tokens of their own
         began_s = time.perf_counter()
         self._open, self._layer, self._logits = batch, -1, None
         phase = "prefill" if batch.prefill else "decode"
@@ -136,14 +136,23 @@ class Runtime:
         row_counts = self._row_counts(batch, ids) if self._counts_rows or self.observer else None
         counts = np.bincount(ids.reshape(-1), minlength=self.moe.num_experts)
         required = counts.nonzero()[0]
-        mask = self.core.gate(
-            layer,
-            rows,
-            required.tolist(),
-            counts[required].tolist(),
-            self.engine.now(),
-            row_counts if self._counts_rows else None,
-        )
+        try:
+            mask = self.core.gate(
+                layer,
+                rows,
+                required.tolist(),
+                counts[required].tolist(),
+                self.engine.now(),
+                row_counts if self._counts_rows else None,
+            )
+        except CoreError:
+            self.engine.check()  # what has stopped the core, if that is it
+            if np.isfinite(rows).all():
+                raise
+            raise SettingError(
+                f"the router of MoE layer {layer} gives no numbers: its weights, or those of layers before "
+                "it, are damaged. Copy the checkpoint again."
+            ) from None
         self._deliver(mask)
         if self.observer is not None and row_counts is not None:
             self.observer.routed(rows, row_counts)

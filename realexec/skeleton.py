@@ -6,8 +6,6 @@ as they are declared, on `meta`, so that transformers reads all other weights an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 
 from ..errors import SettingError
 from .gates import MoeModel, find_moe
+from .stock_model import check_filled, one_error
 
 #: what transformers' experts functions read of an experts module; a module without them has no such function
 _REGISTRY_FIELDS = ("has_gate", "has_bias", "is_transposed")
@@ -38,11 +37,8 @@ def read_config(folder: Path) -> Any:
 
     if not (folder / "config.json").is_file():
         raise SettingError(f"{folder} has no config.json. Give the folder of a transformers checkpoint.")
-    try:
+    with one_error(folder, "config.json"):
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise SettingError(f"{folder}/config.json is not a model transformers knows: {reason}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise SettingError(
             f"{folder} is quantised ({config.model_type}). Give a checkpoint in float32, float16 or bfloat16."
@@ -50,17 +46,22 @@ def read_config(folder: Path) -> Any:
     return config
 
 
-def inspect(config: Any) -> Skeleton:
-    """The model on `meta`, whole: what it is made of, before any weight is read. SettingError where it is not
-    supported."""
+def inspect(folder: Path, config: Any) -> Skeleton:
+    """The model of a folder on `meta`, whole: what it is made of, before any weight is read. SettingError
+    where config.json makes none, or one that is not supported."""
     kind = _model_class(config)
-    with torch.device("meta"):
-        model = kind(config)
-    return _describe(model)
+    with one_error(folder, "config.json"), torch.device("meta"):
+        whole = _describe(kind(config))
+    if not 1 <= whole.moe.top_k <= whole.moe.num_experts:
+        raise SettingError(
+            f"{folder}/config.json: {whole.moe.top_k} experts per token of {whole.moe.num_experts}. Correct it."
+        )
+    return whole
 
 
 def load_skeleton(folder: Path, config: Any, dtype: torch.dtype) -> Skeleton:
-    """The model with all weights but the experts', on the CPU, in `dtype`."""
+    """The model with all weights but the experts', on the CPU, in `dtype`. SettingError for weights that
+    cannot be loaded or do not fill it."""
     kind = _model_class(config)
     kept: list[Skeleton] = []
 
@@ -75,10 +76,17 @@ def load_skeleton(folder: Path, config: Any, dtype: torch.dtype) -> Skeleton:
 
     names = {"__init__": init, "_keys_to_ignore_on_load_unexpected": [r"."]}
     without_experts: Any = type(kind.__name__, (kind,), names | {"__module__": kind.__module__})
-    with _quiet_loading():
-        model = without_experts.from_pretrained(
-            str(folder), config=config, dtype=dtype, local_files_only=True, use_safetensors=True
+    with one_error(folder, "the weights"):
+        model, info = without_experts.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
+    check_filled(folder, info)
     model.__class__ = kind
     model.eval()
     for tensor in (*model.parameters(), *model.buffers()):
@@ -145,19 +153,3 @@ def _describe(model: Any) -> Skeleton:
         shapes[0],
         frozenset(name for name, _ in model.named_parameters()),
     )
-
-
-@contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """Without transformers' own progress bar and reports: the experts have one of ours."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 
-from ..errors import SettingError
+from ..errors import FineMoEError, SettingError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda")
@@ -59,13 +59,13 @@ def load_tokenizer(folder: Path) -> Any:
     """The folder's tokenizer, None where it has none. Raises `SettingError` where it cannot be loaded."""
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         return None
-    with _one_error(folder, "the tokenizer"):
+    with one_error(folder, "the tokenizer"):
         return transformers.AutoTokenizer.from_pretrained(folder, **_LOCAL)
 
 
 def load_outline(folder: Path) -> Any:
     """The model without its weights, on `meta`. Raises `SettingError` where config.json makes none."""
-    with _one_error(folder, "config.json"), torch.device("meta"):
+    with one_error(folder, "config.json"), torch.device("meta"):
         config = transformers.AutoConfig.from_pretrained(folder, **_LOCAL)
         return transformers.AutoModelForCausalLM.from_config(config)
 
@@ -75,17 +75,25 @@ def load_whole(folder: Path, device: str, dtype: str) -> Any:
 
     Raises `SettingError` for weights that cannot be loaded or do not fill the model.
     """
-    with _one_error(folder, "the weights"):
+    with one_error(folder, "the weights"):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, output_loading_info=True, **_LOCAL
         )
+    check_filled(folder, info)
+    return model.to(device).eval()
+
+
+def check_filled(folder: Path, info: Mapping[str, Any]) -> None:
+    """Raise `SettingError` where weights did not fill the model: transformers made the others up.
+
+    info: what `from_pretrained` tells of a loading.
+    """
     absent = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
     if absent:
         raise SettingError(
             f"--model {folder}: its weights lack {len(absent)} of the model's tensors, {absent[0]} first. "
             "Fetch the missing shards, or correct config.json."
         )
-    return model.to(device).eval()
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -98,7 +106,7 @@ def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 @contextmanager
-def _one_error(folder: Path, what: str) -> Iterator[None]:
+def one_error(folder: Path, what: str) -> Iterator[None]:
     """Loading says nothing of its own, and whatever a broken folder makes transformers, tokenizers or
     safetensors raise is one `SettingError`."""
     level = transformers.logging.get_verbosity()
@@ -107,6 +115,8 @@ def _one_error(folder: Path, what: str) -> Iterator[None]:
     transformers.logging.disable_progress_bar()
     try:
         yield
+    except FineMoEError:
+        raise
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise SettingError(

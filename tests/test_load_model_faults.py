@@ -177,3 +177,76 @@ def test_two_passes_at_once_and_single_layers_are_refused(folder: Path) -> None:
         block(torch.zeros(1, 1, 32))
     assert generate(model).shape == (1, 17)
     assert int(generate(model).max()) < VOCABULARY
+
+
+def without(folder: Path, name: str) -> None:
+    """Save the checkpoint again without one tensor."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(weights_file(folder))
+    save_file({key: value for key, value in tensors.items() if key != name}, weights_file(folder))
+
+
+@pytest.mark.parametrize(
+    "name", ["lm_head.weight", "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"]
+)
+def test_dense_weights_that_are_missing_are_not_made_up(folder: Path, name: str) -> None:
+    without(folder, name)
+    with pytest.raises(SettingError, match=f"lack 1 of the model's tensors, {name}"):
+        loaded(folder)
+
+
+def test_a_missing_expert_is_named(folder: Path) -> None:
+    without(folder, "model.layers.1.block_sparse_moe.experts.3.w2.weight")
+    with pytest.raises(SettingError, match=r"no weights of expert 3 for model\.layers\.1.*down_proj"):
+        loaded(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": "32"},
+        {"hidden_act": "nope"},
+        {"dtype": "bogus"},
+        {"vocab_size": 97},
+        {"num_attention_heads": 5},
+        {"num_local_experts": -1},
+        {"num_local_experts": 4},
+        {"num_experts_per_tok": 0},
+    ],
+    ids=str,
+)
+def test_a_config_that_does_not_fit_is_one_clear_error(folder: Path, change: dict[str, Any]) -> None:
+    import json
+
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(SettingError, match=str(folder)):
+        loaded(folder)
+
+
+def test_a_router_that_gives_no_numbers_is_named(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(weights_file(folder))
+    tensors["model.layers.1.block_sparse_moe.gate.weight"][0, 0] = float("nan")
+    save_file(tensors, weights_file(folder))
+    with pytest.raises(SettingError, match="router of MoE layer 1 gives no numbers"):
+        generate(loaded(folder))
+
+
+def test_embedding_alone_the_decoder_alone_and_a_failed_pass_harm_nothing(folder: Path) -> None:
+    wanted = generate(loaded(folder))
+    model = loaded(folder)
+    model.get_input_embeddings()(IDS["input_ids"])
+    hidden = model.model(**IDS).last_hidden_state
+    assert torch.equal(model.lm_head(hidden), model(**IDS).logits)
+    with pytest.raises(IndexError):
+        model(input_ids=torch.tensor([[10_000, 1]]))
+    assert torch.equal(generate(model), wanted)
+    pads = {
+        "input_ids": torch.ones(2, 4, dtype=torch.int64),
+        "attention_mask": torch.tensor([[0] * 4, [1] * 4]),
+    }
+    assert model(**pads).logits.shape == (2, 4, VOCABULARY)
+    assert torch.equal(generate(model), wanted)
