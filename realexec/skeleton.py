@@ -54,7 +54,8 @@ def inspect(folder: Path, config: Any) -> Skeleton:
         whole = _describe(kind(config))
     if not 1 <= whole.moe.top_k <= whole.moe.num_experts:
         raise SettingError(
-            f"{folder}/config.json: {whole.moe.top_k} experts per token of {whole.moe.num_experts}. Correct it."
+            f"{folder}/config.json: a token takes {whole.moe.top_k} of {whole.moe.num_experts} experts. "
+            "Correct it."
         )
     return whole
 
