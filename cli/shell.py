@@ -15,6 +15,10 @@ EXIT_INTERRUPTED = 130
 EXIT_CLOSED_PIPE = 141  # what a shell says of a process that SIGPIPE has ended
 
 
+class InterruptTold(Exception):  # noqa: N818 - no error
+    """Ctrl-C, and the command has said itself what is kept."""
+
+
 def run(app: typer.Typer, name: str) -> NoReturn:
     """Run a command line and exit: 0, 2 on bad input, usage or unreadable experts, 130 on Ctrl-C, 141 where
     nobody reads the output any more."""
@@ -55,9 +59,14 @@ def _print_notes(error: BaseException) -> None:
 
 def _command(app: typer.Typer, name: str) -> object:
     try:
-        return app(standalone_mode=False, prog_name=name)
+        code: object = app(standalone_mode=False, prog_name=name)
+    except InterruptTold:
+        return EXIT_INTERRUPTED
     except SystemExit as end:  # the parser under typer ends the process itself where a pipe is closed
         raise BrokenPipeError from end
+    if code == EXIT_INTERRUPTED:  # what some versions of typer make of KeyboardInterrupt
+        raise KeyboardInterrupt
+    return code
 
 
 def _drop_output() -> None:

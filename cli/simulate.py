@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeAlias
 
 import typer
 
-from .shell import EXIT_INTERRUPTED, run, show_version
+from .shell import InterruptTold, run, show_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -221,10 +221,10 @@ def _simulate(
         shown = not quiet and sys.stdout.isatty() and sys.stderr.isatty()
         with ProgressBar(plan, shown=shown) as bar, redirect_stdout(sys.stderr):
             results = run_plan(output, None if quiet else bar.update)
-        code = 0
+        interrupted = False
     except Interrupted as interrupt:
         results = interrupt.results
-        code = EXIT_INTERRUPTED
+        interrupted = True
         if results is None:
             raise
         print(f"finemoe: interrupted; finished runs are kept in {results.directory}", file=sys.stderr)
@@ -234,7 +234,8 @@ def _simulate(
             print(f"results: {results.directory}", file=sys.stderr)
     elif not quiet:
         table.print_results(results, plan.warnings)
-    raise typer.Exit(code)
+    if interrupted:
+        raise InterruptTold
 
 
 def _prepared(settings: RunSettings) -> tuple[Plan, Callable[[Path | None, OnProgress | None], Results]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .shell import EXIT_INTERRUPTED
+from .shell import InterruptTold
 
 if TYPE_CHECKING:
     from ..realexec.record import RecordProgress
@@ -69,7 +69,7 @@ def record_command(
     except KeyboardInterrupt:
         kept = "nothing" if state is None else f"{state.finished:,} of {state.requests:,} requests"
         print(f"finemoe: interrupted; {kept} kept, the same command goes on from there", file=sys.stderr)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        raise InterruptTold from None
     meta = recording.meta
     speed = recording.new_tokens / (time.perf_counter() - began_s)
     before = f" ({recording.kept:,} of them by earlier runs)" if recording.kept else ""

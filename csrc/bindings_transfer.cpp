@@ -2,8 +2,10 @@
 #include "bindings_transfer.hpp"
 
 #include <algorithm>
+#include <memory>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "transfer/cpu_copier.hpp"
 #include "transfer/cuda_copier.hpp"
@@ -64,7 +66,7 @@ class PyEngine {
             const int slots = g < c.devices ? std::min(c.slots_per_device, c.owned(g)) : 0;
             copiers.push_back(make_copier(arena, source, c.expert_bytes, slots, chunk_bytes));
         }
-        engine_ = std::make_unique<Engine>(policy, std::move(copiers),
+        engine_ = std::make_shared<Engine>(policy, std::move(copiers),
                                            EngineSettings{chunk_bytes, bandwidth.value_or(0.0), watchdog_s});
         running().insert(this);
     }
@@ -81,10 +83,14 @@ class PyEngine {
 
     // Before the interpreter ends: no worker may ask a policy after that.
     static void close_all() {
-        const std::set<PyEngine*> all = running();
+        // Owned here as well: without the GIL another thread may drop an engine. Given up with the GIL again.
+        std::vector<std::shared_ptr<Engine>> all;
+        for (const PyEngine* engine : running()) {
+            all.push_back(engine->engine_);
+        }
         const py::gil_scoped_release release;
-        for (PyEngine* engine : all) {
-            engine->engine_->close();
+        for (const auto& engine : all) {
+            engine->close();
         }
     }
 
@@ -96,7 +102,7 @@ class PyEngine {
 
     py::object core_;
     py::list arenas_;
-    std::unique_ptr<Engine> engine_;
+    std::shared_ptr<Engine> engine_;
 };
 
 py::dict statistics(PyEngine& engine) {

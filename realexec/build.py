@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import SettingError
 from .checkpoint import CheckpointWriter, Dtype, check_output
+from .checksums import write_checksums
 from .dense import DenseModel, Progress
 from .model_card import BuildReport, model_card
 from .upcycle import UpcycledLayer, Upcycling, upcycle_layer
@@ -27,7 +28,8 @@ def build_model(
     dtype: Dtype = "float32",
     progress: Progress = lambda *_: None,
 ) -> BuildReport:
-    """Upcycle `dense` with routers made over `prompts` (token ids) and write the checkpoint `output`.
+    """Upcycle `dense` with routers made over `prompts` (token ids) and write the checkpoint `output`,
+    with its checksums.
 
     The same model, prompts, settings and seed give the same bytes on one machine. Raises SettingError for
     counts that do not fit and for an output that exists.
@@ -65,6 +67,10 @@ def build_model(
             dense.tokenizer.save_pretrained(writer.folder)
         (writer.folder / "README.md").write_text(model_card(report), "utf-8")
         writer.finish()
+    from .load import layout_of  # only here: it needs what runs models
+
+    progress("checksums", 0, 0)
+    write_checksums(output, layout_of(output))
     return report
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from .. import _core
 from ..errors import SettingError
-from ..traces.files import partial_of
+from ..traces.files import partial_of, unreadable_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,7 @@ NAME = "finemoe-checksums.json"
 def read_checksums(folder: Path, layout: ExpertLayout) -> NDArray[np.uint32] | None:
     """uint32 [L·J], or None where the checkpoint has none. SettingError for a file of another checkpoint."""
     path = folder / NAME
+    _check_kind(path)
     if not path.is_file():
         return None
     try:
@@ -47,9 +49,15 @@ def read_checksums(folder: Path, layout: ExpertLayout) -> NDArray[np.uint32] | N
 def write_checksums(
     folder: Path, layout: ExpertLayout, on_expert: Callable[[int], None] = lambda _: None
 ) -> Path:
-    """Read every expert once and write the file; `on_expert` is told each one that is done."""
+    """Read every expert once and write the file; `on_expert` is told each one that is done.
+
+    Raises SettingError where the file cannot be written, TransferError where an expert cannot be read; no
+    part of a file is left.
+    """
     from .sources import file_source
 
+    path = folder / NAME
+    _check_kind(path)
     source = file_source(layout, None, direct=False)
     slab = np.empty(layout.slab_bytes, np.uint8)
     sums = []
@@ -60,8 +68,20 @@ def write_checksums(
             checksum = _core.crc32c(slab[place : place + length], checksum)
         sums.append(checksum)
         on_expert(expert)
-    path = folder / NAME
     partial = partial_of(path)
-    partial.write_text(json.dumps({"pieces": layout.length.tolist(), "crc32c": sums}) + "\n", "utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(json.dumps({"pieces": layout.length.tolist(), "crc32c": sums}) + "\n", "utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        reason = error.strerror or error
+        raise SettingError(f"{path} cannot be written ({reason}). Check the folder and its space.") from error
+    finally:
+        with suppress(OSError):  # the usual case: it was moved, or could not be created
+            partial.unlink()
     return path
+
+
+def _check_kind(path: Path) -> None:
+    kind = "a folder" if path.is_dir() else unreadable_kind(path)
+    if kind is not None:
+        raise SettingError(f"{path} is {kind}. Remove it, then: finemoe model checksum.")

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def parse_devices(given: str | Sequence[str]) -> list[torch.device]:
     """The devices of `device=`; SettingError for unknown ones, several CPUs, and CUDA where there is none."""
-    names = [given] if isinstance(given, str) else list(given)
+    names = [given] if isinstance(given, str) else given
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise SettingError(f"device is {given!r}. Give cpu, cuda, or a list of CUDA devices.")
     devices = []
     for name in names:
         try:

@@ -33,7 +33,7 @@ class BatchForward:
         named = inspect.signature(model.forward).parameters
         self._cache_name = cache_argument(model)
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in named else {}
-        self.answers: dict[int, list[int]] = {}
+        self._answers: dict[int, list[int]] = {}  # of running requests
         self.peak_kv_bytes = 0
         self.dense_bytes = sum(
             t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()) if not t.is_meta
@@ -73,8 +73,8 @@ class BatchForward:
         self.peak_kv_bytes = max(self.peak_kv_bytes, cache.bytes())
         self._note(self._requests, self._newest)
 
-    def finish(self, request: int) -> None:
-        """A request has all its tokens."""
+    def finish(self, request: int) -> list[int]:
+        """A request has all its tokens: they are returned."""
         row = self._requests.index(request)
         last = self._requests.pop()
         if row < len(self._requests):
@@ -82,6 +82,7 @@ class BatchForward:
             self._newest[row] = self._newest[-1]
         self._newest = self._newest[:-1]
         self._running.leave(row)
+        return self._answers.pop(request)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _compute(
@@ -102,7 +103,7 @@ class BatchForward:
 
     def _note(self, requests: Sequence[int], newest: Tensor) -> None:
         for request, token in zip(requests, newest[:, 0].tolist(), strict=True):
-            self.answers.setdefault(request, []).append(token)
+            self._answers.setdefault(request, []).append(token)
 
 
 def check_attention(config: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
+from ..errors import SettingError
 from ..policy.core import make_core
 from ..serving.decisions import decision_table
 from .devices import engine_arena, make_arenas
@@ -129,3 +130,11 @@ class Handle:
             engine.preload(kept)
         engine.start()
         return core, engine
+
+
+def refuse_to_save(*_: Any, **__: Any) -> None:
+    """In place of the `save_pretrained` of an offloaded model, which would write a checkpoint without
+    experts."""
+    raise SettingError(
+        "save_pretrained: the experts of an offloaded model are not in it. Copy the checkpoint's folder."
+    )

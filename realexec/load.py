@@ -14,10 +14,11 @@ from ..errors import SettingError
 from ..policy.cache_size import cycle_warning, parse_cache_size, slots_per_device
 from ..policy.core import core_options, total_slots
 from ..policy.systems import find_system
+from .arguments import bandwidth_of, check_arguments
 from .checksums import read_checksums
 from .devices import parse_devices
 from .expert_layout import ExpertLayout, expert_layout
-from .handle import Handle
+from .handle import Handle, refuse_to_save
 from .hooks import attach
 from .runnable import why_not
 from .safetensors_index import read_index
@@ -45,7 +46,7 @@ def load_model(
     history: str | Path | None = None,
     seed: int = 0,
     direct: bool = False,
-    bandwidth_limit: float | None = None,
+    bandwidth_limit: float | str | None = None,
     pinned_memory: str | None = None,
     log_iterations: int = 0,
     progress: bool = True,
@@ -60,20 +61,37 @@ def load_model(
 
     prefetch_distance: layers ahead (3). store_capacity: expert maps. history: a routing trace of the same
     model that fills the map store, and says for `static` which experts are popular. direct: read files past
-    the page cache. bandwidth_limit: bytes per second and device, to be slow in a repeatable way.
-    pinned_memory: at most so much host memory is pinned (CUDA, source "host"). log_iterations: iterations
-    whose events and commands are kept. rules: `frequency`, `frequency_decay`, `preempt_scope`,
-    `rank_prefill_by_tokens`, as of `finemoe-sim`.
+    the page cache. bandwidth_limit: bytes per second (2e9, "2GB/s") and device, to be slow in a repeatable
+    way. pinned_memory: at most so much host memory is pinned (CUDA, source "host"). log_iterations:
+    iterations whose events and commands are kept; -1: all. rules: `frequency`, `frequency_decay`,
+    `preempt_scope`, `rank_prefill_by_tokens`, as of `finemoe-sim`.
 
     The model computes without gradients. `model.finemoe` has figures, the decision log, `reset()` and
-    `close()`. Raises SettingError for what cannot be used, before any weight is read where that can be known.
+    `close()`. It cannot be saved: its experts are in `folder`. Raises SettingError for what cannot be used,
+    before any weight is read where that can be known.
     """
+    check_arguments(
+        {
+            "folder": folder,
+            "policy": policy,
+            "expert_cache": expert_cache,
+            "source": source,
+            "prefetch_distance": prefetch_distance,
+            "store_capacity": store_capacity,
+            "history": history,
+            "seed": seed,
+            "direct": direct,
+            "pinned_memory": pinned_memory,
+            "log_iterations": log_iterations,
+            "progress": progress,
+        },
+        rules,
+    )
+    bytes_per_s = bandwidth_of(bandwidth_limit)
     system = find_system(policy)
     reason = why_not(system)
     if reason:
         raise SettingError(f"policy {system.name} cannot run on a real model: {reason}.")
-    if source not in ("file", "host"):
-        raise SettingError(f"source is {source!r}. Give 'file' or 'host'.")
     devices = parse_devices(device)
     checkpoint = read_checkpoint(Path(folder))
     options = model_options(
@@ -81,7 +99,7 @@ def load_model(
         checkpoint,
         len(devices),
         expert_cache,
-        prefetch_distance=prefetch_distance or DEFAULT_DISTANCE,
+        prefetch_distance=DEFAULT_DISTANCE if prefetch_distance is None else prefetch_distance,
         store_capacity=store_capacity,
         seed=seed,
         **rules,
@@ -95,7 +113,7 @@ def load_model(
         devices,
         source,
         direct=direct,
-        bandwidth_limit=bandwidth_limit,
+        bandwidth_limit=bytes_per_s,
         pinned_memory=pinned_memory,
         log_iterations=log_iterations,
         history=history,
@@ -163,6 +181,7 @@ def open_model(
     )
     attach(skeleton.model, handle.runtime)
     skeleton.model.finemoe = handle
+    skeleton.model.save_pretrained = refuse_to_save
     return skeleton.model
 
 

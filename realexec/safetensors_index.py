@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SettingError
+from ..traces.files import unreadable_kind
 
 _LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 _DTYPE_BYTES = {
@@ -83,6 +84,9 @@ def read_index(folder: str | Path) -> CheckpointIndex:
 
 
 def _header(path: Path, number: int) -> Iterator[tuple[str, TensorPlace]]:
+    kind = unreadable_kind(path)
+    if kind is not None:
+        raise SettingError(f"{path} is {kind}. Give the folder of a checkpoint with regular files.")
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

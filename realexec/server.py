@@ -65,12 +65,6 @@ class CellServer:
         self._began_s: float = self._runtime.engine.now()
         self._before = self._reading()
 
-    @property
-    def answers(self) -> dict[int, list[int]]:
-        """Tokens made so far, by request."""
-        answers: dict[int, list[int]] = self._forward.answers
-        return answers
-
     def run(self) -> CellOutcome:
         """Serve all requests."""
         while True:

@@ -257,7 +257,7 @@ def _read(path: Path) -> pa.Table:
             raise TraceError(path, "neither a results directory nor a file.", remedy=_REMEDY)
         table = pq.ParquetFile(path).read()  # read_table would make columns of folders named a=b
         table.validate(full=True)
-    except (OSError, MemoryError, pa.ArrowException) as error:
+    except (OSError, MemoryError, pa.ArrowException, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise TraceError(path, f"not a readable Parquet file ({reason}).", remedy=_REMEDY) from None
     return table

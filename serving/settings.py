@@ -92,7 +92,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
                 raise _bad(name, value, f"Give a whole number of {least} or more.")
-            most = _MOST.get(name, _MAX_INTEGER)
+            most = MOST.get(name, _MAX_INTEGER)
             if isinstance(value, int) and value > most:
                 raise _bad(name, value, f"Give a whole number of at most {most}.")
         for name, numbers in (("time_scale", (self.time_scale,)), ("rate", self.rate)):
@@ -107,6 +107,11 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             parse_slo(self.slo)
         if self.bandwidth_limit is not None:
             parse_bandwidth(self.bandwidth_limit, name="--bandwidth-limit")
+        if self.pinned_memory is not None and (self.backend == "cpu" or self.source == "file"):
+            raise SettingError(
+                "--pinned-memory is of --backend cuda with --source host: nothing else is pinned. "
+                "Leave it out."
+            )
         if self.offline and (self.rate or self.time_scale != 1):
             raise SettingError(
                 "--offline serves one prompt after another, so --rate and --time-scale mean nothing there. "
@@ -149,7 +154,8 @@ _LEAST = {
     "decisions": 0,
 }
 _MAX_INTEGER = 2**31 - 1
-_MOST = {"store_capacity": 1_000_000, "prefetch_distance": 4096, "seed": 2**63 - 1}
+#: largest values; of other whole numbers 2³¹ - 1
+MOST = {"store_capacity": 1_000_000, "prefetch_distance": 4096, "seed": 2**63 - 1}
 # Settings whose defaults say something about the world; the defaults of the others change nothing.
 ASSUMABLE = (
     "model",

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from finemoe.realexec.forward import BatchForward
 from finemoe.realexec.gates import find_moe
 from finemoe.realexec.generate import generate_recorded
 from finemoe.realexec.load import open_model
@@ -63,8 +65,18 @@ class Sink:
         self.tables.append(table)
 
 
-def served(folder: Path, **options: object) -> tuple[RealPlan, CellServer, CellOutcome, RoutingFile]:
-    """The first cell of a plan, served; its routing trace is in `folder`."""
+def served(
+    folder: Path, **options: object
+) -> tuple[RealPlan, dict[int, list[int]], CellOutcome, RoutingFile]:
+    """The first cell of a plan, served: the answers by request, what else came of it, and its routing trace,
+    which is in `folder`."""
+    answers: dict[int, list[int]] = {}
+    finish = BatchForward.finish
+
+    def keep(forward: BatchForward, request: int) -> list[int]:
+        answers[request] = finish(forward, request)
+        return answers[request]
+
     plan = make_plan(resolve({"backend": "cpu", **options}))
     cell = plan.cells[0]
     assert cell.options is not None
@@ -84,7 +96,12 @@ def served(folder: Path, **options: object) -> tuple[RealPlan, CellServer, CellO
     )
     path = folder / "routing.parquet"
     try:
-        with path.open("wb") as file, RoutingWriter(file, path, meta) as writer:
+        with (
+            path.open("wb") as file,
+            RoutingWriter(file, path, meta) as writer,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setattr(BatchForward, "finish", keep)
             server = CellServer(
                 model,
                 plan.settings,
@@ -97,7 +114,7 @@ def served(folder: Path, **options: object) -> tuple[RealPlan, CellServer, CellO
             outcome = server.run()
     finally:
         model.finemoe.close()
-    return plan, server, outcome, RoutingFile(path)
+    return plan, answers, outcome, RoutingFile(path)
 
 
 def alone(model: Any, plan: RealPlan, place: int) -> tuple[RequestRouting, list[int]]:

@@ -263,6 +263,22 @@ def test_ctrl_c_keeps_finished_cells(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "no-offload-all" / "requests.parquet").exists()
 
 
+def test_ctrl_c_before_any_cell_is_finished_says_so(tmp_path: Path) -> None:
+    """The simulation of the only cell would take minutes."""
+    trace = tmp_path / "trace.csv"
+    rows = "".join(f"{i / 100},500,3000\n" for i in range(64))
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
+    arguments = command("--trace", str(trace), "--model", "gpt-oss-20b", "--output", "out")
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=ENVIRONMENT
+    ) as process:
+        wait_for(tmp_path / "out.partial", process)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "finemoe: interrupted, nothing was kept\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.csv"]
+
+
 def test_the_progress_bar_is_for_terminals(trace: Path) -> None:
     leader, follower = pty.openpty()
     arguments = command(*small(trace, "--output-tokens", "200"))

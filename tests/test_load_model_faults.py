@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -74,6 +75,28 @@ def test_checksums_of_another_checkpoint_are_refused(folder: Path, tmp_path: Pat
             loaded(folder)
 
 
+def test_checksums_that_are_a_folder_are_refused(folder: Path) -> None:
+    (folder / NAME).mkdir()
+    for use in (loaded, lambda folder: write_checksums(folder, layout_of(folder))):
+        with pytest.raises(SettingError, match=r"finemoe-checksums\.json is a folder"):
+            use(folder)
+
+
+def test_checksums_that_cannot_be_written_leave_no_part(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk: the last step fails."""
+    before = sorted(folder.iterdir())
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(SettingError, match=r"finemoe-checksums\.json cannot be written \(No space left"):
+        write_checksums(folder, layout_of(folder))
+    assert sorted(folder.iterdir()) == before
+
+
 def test_truncated_damaged_and_missing_files_are_named(folder: Path) -> None:
     whole = weights_file(folder).read_bytes()
     for kept, problem in (
@@ -90,6 +113,13 @@ def test_truncated_damaged_and_missing_files_are_named(folder: Path) -> None:
         loaded(folder)
     weights_file(folder).unlink()
     with pytest.raises(SettingError, match=r"neither model\.safetensors nor"):
+        loaded(folder)
+
+
+def test_a_named_pipe_among_the_shards_is_no_hang(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"w": "pipe.safetensors"}}')
+    with pytest.raises(SettingError, match=r"pipe\.safetensors is a named pipe"):
         loaded(folder)
 
 

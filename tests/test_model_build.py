@@ -102,7 +102,13 @@ def test_same_seed_same_bytes(dense: DenseModel, tmp_path: Path, settings: Upcyc
     for name in ("one", "two"):
         build_model(dense, PROMPTS, settings, tmp_path / name, dtype="bfloat16")
     files = sorted(path.name for path in (tmp_path / "one").iterdir())
-    assert files == ["README.md", "config.json", "generation_config.json", "model.safetensors"]
+    assert files == [
+        "README.md",
+        "config.json",
+        "finemoe-checksums.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
     for name in files:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     assert load(tmp_path / "one").dtype == torch.bfloat16

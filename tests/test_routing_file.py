@@ -295,6 +295,16 @@ def test_truncated_garbage_and_missing_files_are_refused(trace: Path) -> None:
         RoutingFile(trace)
 
 
+def test_a_damaged_name_of_a_column_is_refused(trace: Path) -> None:
+    """In the footer only: the data is not read with columns that have no name."""
+    whole = trace.read_bytes()
+    footer = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    for name in (b"request", b"gate", b"experts_per_layer"):
+        trace.write_bytes(whole[:footer] + whole[footer:].replace(name, b"\xf3" + name[1:]))
+        with pytest.raises(TraceError, match=r"t\.parquet: cannot be read as Parquet.*Copy or record"):
+            RoutingFile(trace)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -52,7 +52,7 @@ def test_a_batch_answers_and_records_what_each_request_would_alone(
     tmp_path: Path, family: str, policy: str
 ) -> None:
     """Requests join and leave a batch of five; prompts of one step differ in length."""
-    plan, server, outcome, routing = served(
+    plan, answers, outcome, routing = served(
         tmp_path,
         model=checkpoint(tmp_path / "model", family, num_hidden_layers=6),
         trace=trace(tmp_path / "trace.csv", BURST),
@@ -68,7 +68,7 @@ def test_a_batch_answers_and_records_what_each_request_would_alone(
     assert (steps["batch"][steps["phase"] == "prefill"] > 1).any()
     for place, request in enumerate(plan.cells[0].requests):
         wanted, tokens = alone(plain, plan, place)
-        assert server.answers[request.index] == tokens
+        assert answers[request.index] == tokens
         found = routing.recorded(place)
         assert found.experts.tolist() == wanted.experts.tolist()
         assert found.token_counts.tolist() == wanted.token_counts.tolist()

@@ -58,6 +58,14 @@ def test_flags_win_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) 
         ({"seed": -1}, r"--seed is -1"),
         ({"warmup": -1}, r"--warmup is -1"),
         ({"prefetch_distance": 0}, r"--prefetch-distance is 0"),
+        (
+            {"backend": "cuda", "model": "m", "pinned_memory": "1GB"},
+            r"--pinned-memory is of --backend cuda with --source host",
+        ),
+        (
+            {"backend": "cpu", "model": "m", "source": "host", "pinned_memory": "1GB"},
+            r"--pinned-memory is of",
+        ),
         ({"sample": 0}, r"--sample is 0\. Give a whole number of 1 or more"),
         ({"rate": "1,,2"}, r"--rate is '1,,2'\. Give a number or a list of numbers"),
         ({"rate": "1,2,1.0"}, r"--rate is 1\.0,2\.0,1\.0\. 1\.0 stands there twice"),

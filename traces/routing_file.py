@@ -109,9 +109,14 @@ class RoutingFile:
             self._file = pq.ParquetFile(self.path, memory_map=True, page_checksum_verification=True)
             self.meta = meta_of(self._file.schema_arrow, self.path)
             order = self._file.read(columns=["request", "iteration", "phase"])
+            self._starts = request_starts(order, self.meta, self.path)
         except FileNotFoundError:
             raise TraceError(self.path, "no such file.") from None
-        except (pa.ArrowException, OSError) as error:
+        except (
+            pa.ArrowException,
+            OSError,
+            UnicodeDecodeError,
+        ) as error:  # the last: damaged names of columns
             if _is_recording(self.path):
                 raise TraceError(
                     self.path,
@@ -119,7 +124,6 @@ class RoutingFile:
                     remedy=f"Make one of it: finemoe trace import {self.path} ROUTING.parquet.",
                 ) from None
             raise self._unreadable(error) from None
-        self._starts = request_starts(order, self.meta, self.path)
         sizes = [self._file.metadata.row_group(g).num_rows for g in range(self._file.num_row_groups)]
         self._group_starts = np.concatenate(([0], np.cumsum(sizes)))
         self._cache: dict[tuple[int, tuple[int, ...]], RequestRouting] = {}
@@ -218,7 +222,7 @@ class RoutingFile:
             table = self._file.read_row_groups(
                 range(first, last), columns=columns_of(self.meta, speculation), use_threads=False
             )
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise self._unreadable(error, place=f"request {request}") from None
         table = table.slice(start - int(self._group_starts[first]), end - start)
         return request_of(table, request, self.meta, speculation, self.path)

@@ -149,7 +149,7 @@ def meta_of(schema: pa.Schema, path: Path) -> RoutingMeta:
         )
     try:
         header = msgspec.json.decode(raw, type=Header)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise refuse("schema metadata", f"{error}.") from None
     if header.version != FORMAT_VERSION:
         raise refuse(

@@ -44,7 +44,12 @@ void CudaCopier::submit(const Chunk& chunk) {
     const std::byte* from = host_bytes(chunk);
     wait_for_readers(chunk.slot);
     runtime_->memcpy_async(arena_.at(chunk), from, static_cast<std::size_t>(chunk.bytes), stream_);
-    runtime_->record(arrived_[submitted_ % kDepth], stream_);
+    try {
+        runtime_->record(arrived_[submitted_ % kDepth], stream_);
+    } catch (...) {  // nobody would wait for this copy, and its slot and buffer are soon used again
+        runtime_->synchronize_stream(stream_);
+        throw;
+    }
     ++submitted_;
 }
 

@@ -49,8 +49,13 @@ class RealRuntime final : public CudaRuntime {
         return reinterpret_cast<Stream>(stream);
     }
     void destroy_stream(Stream stream) noexcept override {
-        cudaStreamSynchronize(to_stream(stream));
+        synchronize_stream(stream);
         cudaStreamDestroy(to_stream(stream));
+    }
+    void synchronize_stream(Stream stream) noexcept override {
+        if (cudaStreamSynchronize(to_stream(stream)) != cudaSuccess) {  // a broken device copies nothing
+            cudaGetLastError();
+        }
     }
     Event create_event() override {
         cudaEvent_t event = nullptr;

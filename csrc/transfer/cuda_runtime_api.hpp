@@ -31,7 +31,8 @@ class CudaRuntime {
     virtual void register_host(void* memory, std::size_t bytes) = 0;
     virtual void unregister_host(void* memory) noexcept = 0;
     virtual Stream create_stream() = 0;
-    virtual void destroy_stream(Stream stream) noexcept = 0;  // after what is in it
+    virtual void destroy_stream(Stream stream) noexcept = 0;      // after what is in it
+    virtual void synchronize_stream(Stream stream) noexcept = 0;  // the calling thread, for all that is in it
     virtual Event create_event() = 0;
     virtual void destroy_event(Event event) noexcept = 0;
     virtual void record(Event event, Stream stream) = 0;

@@ -135,6 +135,12 @@ void FakeCuda::enqueue(Stream stream, std::function<void()> work) {
     to.changed.notify_one();
 }
 
+void FakeCuda::synchronize_stream(Stream stream) noexcept {
+    const auto point = std::make_shared<Point>();
+    enqueue(stream, [point] { point->pass(); });
+    point->wait();
+}
+
 FakeCuda::Event FakeCuda::create_event() {
     const std::scoped_lock lock(mutex_);
     const Event event = next_++;

@@ -31,6 +31,7 @@ class FakeCuda final : public transfer::CudaRuntime {
     void unregister_host(void* memory) noexcept override;
     Stream create_stream() override;
     void destroy_stream(Stream stream) noexcept override;
+    void synchronize_stream(Stream stream) noexcept override;
     Event create_event() override;
     void destroy_event(Event event) noexcept override;
     void record(Event event, Stream stream) override;
