@@ -154,6 +154,9 @@ void FakeCuda::destroy_event(Event event) noexcept {
 }
 
 void FakeCuda::record(Event event, Stream stream) {
+    if (record_fails_.exchange(false)) {
+        throw transfer::CudaError("record: asked to fail");
+    }
     auto point = std::make_shared<Point>();
     mark(event).point = point;
     enqueue(stream, [point] { point->pass(); });

@@ -41,6 +41,7 @@ class FakeCuda final : public transfer::CudaRuntime {
 
     // A kernel that reads so many bytes.
     void launch(Stream stream, const void* from, std::size_t bytes, std::function<void()> kernel);
+    void fail_next_record() { record_fails_ = true; }
     // Streams, events and host memory that were made and not given back.
     std::size_t alive();
 
@@ -80,6 +81,7 @@ class FakeCuda final : public transfer::CudaRuntime {
 
     const int devices_;
     const std::uint64_t seed_;
+    std::atomic<bool> record_fails_ = false;
     std::mutex mutex_;  // of what follows
     std::uintptr_t next_ = 1;
     std::map<Stream, std::unique_ptr<Queue>> queues_;

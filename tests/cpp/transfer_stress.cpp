@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "transfer/crc32c.hpp"
+#include "transfer/cuda_copier.hpp"
 #include "transfer_replay.hpp"
 #include "transfer_world.hpp"
 
@@ -160,6 +161,28 @@ void check_checksums(std::uint64_t seed) {
     }
 }
 
+// CudaCopier::submit promises that nothing is under way when it throws.
+void check_failed_record(std::uint64_t seed) {
+    constexpr std::int64_t kBytes = 1 << 20;
+    const std::vector<std::byte> slab(kBytes, std::byte{1});
+    for (int i = 0; i < 20; ++i) {
+        std::vector<std::byte> slot(kBytes);
+        const auto cuda = std::make_shared<FakeCuda>(1, seed + static_cast<std::uint64_t>(i));
+        transfer::CudaCopier copier(cuda, 0,
+                                    std::make_shared<transfer::HostSource>(slab.data(), 1, kBytes, kBytes),
+                                    {slot.data(), 1, kBytes}, kBytes);
+        cuda->fail_next_record();
+        try {
+            copier.submit({0, 0, 0, kBytes});
+            fail("a record that fails", "submit did not say so");
+        } catch (const transfer::CudaError&) {
+            if (slot != slab) {
+                fail("a record that fails", "the copy is still under way");
+            }
+        }
+    }
+}
+
 }  // namespace
 
 }  // namespace finemoe::stress
@@ -169,6 +192,7 @@ int main(int argc, char** argv) {
     const std::int64_t iterations = argc > 1 ? std::atoll(argv[1]) : 60;
     const std::uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
     check_checksums(seed);
+    check_failed_record(seed);
     const auto all = scenarios();
     for (const Scenario& scenario : all) {
         for (const Place place : kPlaces) {
