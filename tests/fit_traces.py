@@ -9,9 +9,9 @@ import msgspec
 from finemoe.traces.fit import starting_preset
 from finemoe.traces.fit_sample import as_recorded
 from finemoe.traces.routing import RequestRouting, RoutingMeta
-from finemoe.traces.routing_analysis_patterns import chosen_experts
 from finemoe.traces.routing_file import write_routing
 from finemoe.traces.routing_preset import RoutingPreset
+from finemoe.traces.routing_stats import chosen_experts
 from finemoe.traces.synthetic import SyntheticRouting
 from routing_samples import small_meta
 

@@ -14,11 +14,11 @@ from finemoe.traces.npz_import import import_chosen_experts
 from finemoe.traces.routing import RequestRouting
 from finemoe.traces.routing_analysis import RoutingAnalysis, analyse_routing, claimed_bounds
 from finemoe.traces.routing_analysis_draw import first_pass, second_pass, split_requests
-from finemoe.traces.routing_analysis_patterns import Patterns, chosen_experts, likeness
+from finemoe.traces.routing_analysis_patterns import Patterns, likeness
 from finemoe.traces.routing_analysis_search import Served, coarse_hits, map_searcher, search_store
 from finemoe.traces.routing_file import RoutingFile, write_routing
 from finemoe.traces.routing_stats import (
-    decode_choices,
+    chosen_experts,
     entropy_bits,
     nearest_map_hit,
     previous_hit,
@@ -149,7 +149,7 @@ def test_patterns_of_two_requests(longer: tuple[RequestRouting, RequestRouting])
     assert (two.iterations, two.windows) == (2, 50)
     assert two.bits == pytest.approx(entropy_bits(pairs).mean(), abs=1e-5)
     assert [a.iterations for a in entropy.aggregated] == [1, 2, 4, 8, 16, 32]
-    choices = [decode_choices(request, 2) for request in longer]
+    choices = [chosen_experts(request, 1) for request in longer]
     assert patterns.previous_overlap() == pytest.approx(previous_hit(choices))
     loads = np.concatenate(choices).sum(axis=0)
     assert patterns.busiest() == pytest.approx((loads.max(axis=1) / loads.sum(axis=1) * 6).tolist())

@@ -9,7 +9,7 @@ import pytest
 from finemoe.traces.npz_import import import_chosen_experts
 from finemoe.traces.routing_file import RoutingFile
 from finemoe.traces.routing_stats import (
-    decode_choices,
+    chosen_experts,
     entropy_bits,
     load_shares,
     nearest_map_hit,
@@ -71,9 +71,9 @@ def test_entropy_and_ties() -> None:
     assert top_k_mask(np.array([0.2, 0.4, 0.2, 0.2]), 2).tolist() == [True, True, False, False]
 
 
-def test_decode_choices_leave_the_prefill_out() -> None:
+def test_chosen_experts_leave_the_prefill_out() -> None:
     routing = random_request(np.random.default_rng(0), small_meta(), [6, 1, 1])
-    chosen = decode_choices(routing, 2)
+    chosen = chosen_experts(routing, 1)
     assert chosen.shape == (2, 2, 4)
     for iteration in (1, 2):
         for layer in (0, 1):

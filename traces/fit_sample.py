@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from .routing import Half, RequestRouting, RoutingMeta
-from .routing_analysis_patterns import chosen_experts, first_decode
+from .routing_analysis_patterns import first_decode
 from .routing_file import RoutingFile
-from .routing_stats import Chosen
+from .routing_stats import Chosen, chosen_experts
 from .synthetic import SyntheticRouting
 
 PROMPT_TOKENS = 64  # of a generated request; only decode iterations are measured

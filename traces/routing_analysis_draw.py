@@ -11,10 +11,10 @@ import numpy.typing as npt
 from ..errors import TraceError
 from ..policy.core import Searcher
 from .routing import Half, RoutingMeta
-from .routing_analysis_patterns import Patterns, chosen_experts, first_decode
+from .routing_analysis_patterns import Patterns, first_decode
 from .routing_analysis_search import Fill, Served, map_searcher
 from .routing_file import RoutingFile
-from .routing_stats import Floats
+from .routing_stats import Floats, chosen_experts
 
 Int64s = npt.NDArray[np.int64]
 _TELL = 100  # requests between two lines of progress

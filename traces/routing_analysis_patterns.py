@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .routing import RequestRouting
 from .routing_stats import Chosen, entropy_bits, top_k_mask
 
 Floats = npt.NDArray[np.float32]
@@ -64,14 +63,6 @@ class Likeness(msgspec.Struct, frozen=True):
 def first_decode(prefill: str) -> int:
     """Number of the first decode iteration of a request: 0 where the trace has no prefill, else 1."""
     return 0 if prefill == "none" else 1
-
-
-def chosen_experts(routing: RequestRouting, first: int) -> Chosen:
-    """What the iterations from `first` on activated, bool [n − first, L, J]."""
-    n, layers, experts = routing.gate.shape
-    chosen = np.zeros((n * layers, experts), dtype=np.bool_)
-    chosen[np.repeat(np.arange(n * layers), np.diff(routing.offsets)), routing.experts] = True
-    return chosen.reshape(n, layers, experts)[first:]
 
 
 @dataclass(eq=False)

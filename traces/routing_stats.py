@@ -123,13 +123,12 @@ def entropy_bits(gate: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
     return np.asarray(-(rows * logs).sum(axis=2).mean(axis=0))
 
 
-def decode_choices(routing: RequestRouting, top_k: int) -> Chosen:
-    """What the decode iterations of a request chose, [n − 1, L, J]."""
+def chosen_experts(routing: RequestRouting, first: int) -> Chosen:
+    """What the iterations from `first` on activated, bool [n − first, L, J]."""
     n, layers, experts = routing.gate.shape
-    chosen = np.zeros((n - 1, layers, experts), dtype=np.bool_)
-    flat = routing.experts[routing.offsets[layers] :].reshape(n - 1, layers, top_k)
-    np.put_along_axis(chosen, flat.astype(np.int64), True, axis=2)
-    return chosen
+    chosen = np.zeros((n * layers, experts), dtype=np.bool_)
+    chosen[np.repeat(np.arange(n * layers), np.diff(routing.offsets)), routing.experts] = True
+    return chosen.reshape(n, layers, experts)[first:]
 
 
 def summarise(
@@ -149,7 +148,7 @@ def summarise(
     speculation_recall_<distance>.
     """
     cut = max(1, int(0.7 * len(requests)))
-    chosen = [decode_choices(routing, top_k) for routing in requests]
+    chosen = [chosen_experts(routing, 1) for routing in requests]
     training, serving = np.concatenate(chosen[:cut]), np.concatenate(chosen[cut:])
     maps = np.concatenate([routing.gate[1:] for routing in requests[:cut]])
     rows = np.concatenate([routing.gate[1:] for routing in requests[cut:]])
