@@ -287,6 +287,7 @@ PYBIND11_MODULE(_core, m) {
                  return store_tuple(s, core.config());
              })
         .def("counters", [](Core& core) { return counters_dict(core.counters()); })
+        .def_property_readonly("row_counts", [](const Core& core) { return core.config().row_counts(); })
         .def("totals",
              [](Core& core) {
                  const Totals t = core.totals();

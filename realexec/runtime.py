@@ -74,11 +74,6 @@ class Runtime:
             self.system.speculated(layer, layers, self.prefetch_distance) for layer in range(layers)
         ]
         self._as_ready = self.system.compute_order == "as_ready"
-        # docs/core.md: gates come with each row's tokens where a rule is about requests.
-        self._counts_rows = bool(
-            {self.system.predictor, self.system.eviction} & {"activation"}
-            or self.system.predictor == "plugin"
-        )
 
     def restart(self, core: Core, engine: Any) -> None:
         """Another core and engine, which know nothing of what was."""
@@ -133,7 +128,8 @@ class Runtime:
         if kept is not None:
             hidden, padded, chosen, weights = hidden[kept], hidden, chosen[kept], weights[kept]
         rows, ids = self._reader.read(batch.row_means(self.moe.probabilities(logits)), chosen)
-        row_counts = self._row_counts(batch, ids) if self._counts_rows or self.observer else None
+        wanted = self.core.row_counts
+        row_counts = self._row_counts(batch, ids) if wanted or self.observer else None
         counts = np.bincount(ids.reshape(-1), minlength=self.moe.num_experts)
         required = counts.nonzero()[0]
         try:
@@ -143,7 +139,7 @@ class Runtime:
                 required.tolist(),
                 counts[required].tolist(),
                 self.engine.now(),
-                row_counts if self._counts_rows else None,
+                row_counts if wanted else None,
             )
         except CoreError:
             self.engine.check()  # what has stopped the core, if that is it

@@ -14,7 +14,7 @@ import simpy
 
 from ..calibration.profile import HardwareProfile, load_machine
 from ..errors import SettingError, TraceError
-from ..policy.core import make_core, owned_experts
+from ..policy.core import make_core, total_slots
 from ..policy.models import load_model_spec
 from ..policy.systems import find_system
 from ..serving.cells import cell_names
@@ -225,10 +225,7 @@ class _World:
 def _memory(options: dict[str, Any]) -> MemoryPlan:
     """Slots as the log's core had them; host memory holds every expert."""
     layers, experts, devices = options["layers"], options["experts"], options["devices"]
-    slots = sum(
-        min(options["slots_per_device"], owned_experts(layers, experts, devices, device))
-        for device in range(devices)
-    )
+    slots = total_slots(layers, experts, devices, options["slots_per_device"])
     return MemoryPlan(
         expert_bytes=options["expert_bytes"],
         slots_per_device=options["slots_per_device"],
