@@ -9,15 +9,15 @@ from typing import Any
 
 from ..errors import SettingError, did_you_mean
 from ..policy.cache_size import parse_bandwidth
-from ..serving.settings import CHOICES, MOST
+from ..serving.settings import CHOICES, LEAST, MAX_INTEGER, MOST
 
 _TEXTS = ("policy", "expert_cache", "pinned_memory")
 _PATHS = ("folder", "history")
 _FLAGS = ("direct", "progress")
-_LEAST = {"prefetch_distance": 1, "store_capacity": 1, "seed": 0, "log_iterations": -1}
+_LEAST = {name: LEAST[name] for name in ("prefetch_distance", "store_capacity", "seed")}
+_LEAST["log_iterations"] = -1
 _OPTIONAL = ("history", "prefetch_distance", "bandwidth_limit", "pinned_memory")
 _RULES = ("frequency", "frequency_decay", "preempt_scope", "rank_prefill_by_tokens")
-_MAX_INTEGER = 2**31 - 1
 
 
 def check_arguments(given: Mapping[str, Any], rules: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ def _check_rules(rules: Mapping[str, Any]) -> None:
 
 
 def _check_integer(name: str, value: Any) -> None:
-    least, most = _LEAST[name], MOST.get(name, _MAX_INTEGER)
+    least, most = _LEAST[name], MOST.get(name, MAX_INTEGER)
     if type(value) is not int or not least <= value <= most:
         raise _bad(name, value, f"Give a whole number from {least} to {most}.")
 

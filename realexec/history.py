@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import SettingError
-from ..policy.core import Searcher, make_config, popular_experts
+from ..policy.core import popular_experts
+from ..serving.prior import fill_store
 from ..traces.routing_file import RoutingFile
 
 if TYPE_CHECKING:
@@ -33,19 +34,12 @@ def prepare(core: Core, system: System, options: Options, history: str | Path | 
         return []
     shape = (layers, experts, int(options["top_k"]))
     source = open_history(history, shape, int(options["embedding_width"]))
-    searcher = Searcher(make_config(options)) if system.predictor in ("map", "activation") else None
-    popularity = np.zeros((layers, experts), np.int64)
-    for request in range(source.requests):
-        routing = source.recorded(request)
-        popularity += routing.all_tokens()
-        if searcher is not None and system.predictor == "map":
-            searcher.fill(routing.gate, routing.embedding)
-        elif searcher is not None:
-            searcher.fill_counts(routing.all_tokens())
-    if searcher is not None:
-        core.seed_store(*searcher.contents())
+    fill_store(core, system, options, map(source.recorded, range(source.requests)))
     if system.preload == "none":
         return []
+    popularity = np.zeros((layers, experts), np.int64)
+    for request in range(source.requests):
+        popularity += source.recorded(request).all_tokens()
     return popular_experts(
         popularity,
         devices=int(options["devices"]),

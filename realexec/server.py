@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import PolicyError
 from ..serving.logs import IterationLog, RequestLog
-from ..serving.outcome import CellOutcome, Progress
+from ..serving.outcome import CellOutcome, Progress, counted
 from ..serving.scheduler import Scheduler, Step
 from .forward import BatchForward
 
@@ -208,13 +208,10 @@ class CellServer:
 
     def _outcome(self, ended: _Reading) -> CellOutcome:
         before = self._before
-        counters = {name: value - before.counters[name] for name, value in ended.counters.items()}
-        counters["wasted_bytes"] += ended.counters["unused_bytes"]  # left unused
-        del counters["unused_bytes"]
         return CellOutcome(
             requests=self._request_log,
             iterations=self._log,
-            counters=counters,
+            counters=counted(ended.counters, before.counters),
             per_layer={name: value - before.per_layer[name] for name, value in ended.per_layer.items()},
             decisions=None,
             memory_bytes={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,14 @@ class CellOutcome:
     run_s: float
     counted_s: float
     notes: tuple[str, ...]
+
+
+def counted(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """The core's counters between two readings; prefetches left unused at the end are wasted."""
+    counters = {name: value - before[name] for name, value in now.items()}
+    counters["wasted_bytes"] += now["unused_bytes"]
+    del counters["unused_bytes"]
+    return counters
 
 
 def summary_of(

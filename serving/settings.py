@@ -88,11 +88,11 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             value = getattr(self, name)
             if value not in choices:
                 raise _bad(name, value, f"Choose {' or '.join(choices)}.{did_you_mean(value, choices)}")
-        for name, least in _LEAST.items():
+        for name, least in LEAST.items():
             value = getattr(self, name)
             if isinstance(value, int) and value < least:
                 raise _bad(name, value, f"Give a whole number of {least} or more.")
-            most = MOST.get(name, _MAX_INTEGER)
+            most = MOST.get(name, MAX_INTEGER)
             if isinstance(value, int) and value > most:
                 raise _bad(name, value, f"Give a whole number of at most {most}.")
         for name, numbers in (("time_scale", (self.time_scale,)), ("rate", self.rate)):
@@ -139,7 +139,7 @@ SIMULATED_ONLY = (
     "routing",
 )
 REAL_ONLY = ("prompts", "history", "source", "bandwidth_limit", "pinned_memory")
-_LEAST = {
+LEAST = {
     "num_requests": 1,
     "start": 0,
     "sample": 1,
@@ -153,7 +153,7 @@ _LEAST = {
     "store_capacity": 1,
     "decisions": 0,
 }
-_MAX_INTEGER = 2**31 - 1
+MAX_INTEGER = 2**31 - 1
 #: largest values; of other whole numbers 2³¹ - 1
 MOST = {"store_capacity": 1_000_000, "prefetch_distance": 4096, "seed": 2**63 - 1}
 # Settings whose defaults say something about the world; the defaults of the others change nothing.

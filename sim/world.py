@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import simpy
 
 from ..errors import PolicyError
-from ..policy.core import Feed, Searcher, make_config, make_core, popular_experts
+from ..policy.core import Feed, make_core, popular_experts
 from ..serving.decisions import decision_table
 from ..serving.logs import RequestLog
-from ..serving.outcome import CellOutcome, Progress
+from ..serving.outcome import CellOutcome, Progress, counted
+from ..serving.prior import fill_store
 from ..serving.scheduler import Scheduler
 from .cell import CellInputs, cell_options, inactive_notes, plan_cell
 from .compute import ComputeModel
@@ -102,9 +103,7 @@ class _World:
         if self._on_decisions is not None:
             self._hand_over()
         now, before = self._reading(), self._before
-        counters = {name: value - before.counters[name] for name, value in now.counters.items()}
-        counters["wasted_bytes"] += now.counters["unused_bytes"]  # left unused
-        del counters["unused_bytes"]
+        counters = counted(now.counters, before.counters)
         busy_s = {name: value - before.busy_s[name] for name, value in now.busy_s.items()}
         counted_s = now.time_s - before.time_s
         return CellOutcome(
@@ -141,15 +140,8 @@ class _World:
     def _prepare(self) -> None:
         """What the core knows and holds before the first request: its store, and preloaded experts."""
         inputs, system = self._inputs, self._inputs.system
-        if inputs.training and system.predictor in ("map", "activation"):
-            searcher = Searcher(make_config(self._options))
-            for request in inputs.training:
-                routing = self._routing(request)
-                if system.predictor == "map":
-                    searcher.fill(routing.gate, routing.embedding)
-                else:
-                    searcher.fill_counts(routing.all_tokens())
-            self._core.seed_store(*searcher.contents())
+        if inputs.training:
+            fill_store(self._core, system, self._options, map(self._routing, inputs.training))
         if system.preload == "all":
             self._core.preload(range(inputs.model.routed_experts()))
         elif system.preload == "popular":
