@@ -119,7 +119,8 @@ class Bench:
             )
             self._table.say("offloaded: seconds to load", f"{time.perf_counter() - began_s:.1f}")
         system, checkpoint = find_system(policy), read_checkpoint(self._folder)
-        options = model_options(system, checkpoint, 1, cache, prefetch_distance=3, store_capacity=1000)
+        _, slots = checkpoint.cache(cache, 1, "expert_cache")
+        options = model_options(system, checkpoint, 1, slots, prefetch_distance=3, store_capacity=1000)
         self._model.finemoe.use(system, options, log_iterations=-1 if logged else 0, history=None)
         return self._model
 

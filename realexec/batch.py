@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -48,6 +50,16 @@ class Batch:
             rows = rows.masked_fill(~self.valid.unsqueeze(-1), 0)
             rows = rows.sum(dim=1) / self.valid.sum(dim=1, keepdim=True).clamp(min=1)
         return rows
+
+
+def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Prompts as one batch that ends at the same place: token ids, which of them are tokens (bool), and
+    their positions, [B, T] each."""
+    longest = max(len(prompt) for prompt in prompts)
+    pads = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)[:, None]
+    tokens = torch.tensor([[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts], device=device)
+    places = torch.arange(longest, device=device)
+    return tokens, places >= pads, (places - pads).clamp(min=0)
 
 
 class Observer(Protocol):

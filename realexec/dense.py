@@ -29,7 +29,7 @@ PROMPT_FILES = ("recorded_prompts.jsonl", "further_prompts.jsonl")
 """The project's own prompts, JSONL with `topic` and `prompt`. The first file is also what the shipped routing
 sample was recorded on."""
 
-_SAMPLES = Path(__file__).parent / "samples"
+SAMPLES = Path(__file__).parent / "samples"
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def shipped_prompts() -> list[str]:
     return [
         json.loads(line)["prompt"]
         for name in PROMPT_FILES
-        for line in (_SAMPLES / name).read_text("utf-8").splitlines()
+        for line in (SAMPLES / name).read_text("utf-8").splitlines()
     ]
 
 

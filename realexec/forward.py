@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import SettingError
-from .batch import Batch
+from .batch import Batch, left_padded
 from .batch_cache import BatchCache
-from .versions import cache_argument
+from .versions import cache_argument, last_logits_only
 
 _ATTENTION = {"full_attention", "sliding_attention"}
 
@@ -30,9 +29,8 @@ class BatchForward:
         self._device = model.get_input_embeddings().weight.device
         self._requests: list[int] = []  # by row
         self._newest = torch.zeros(0, 1, dtype=torch.long, device=self._device)
-        named = inspect.signature(model.forward).parameters
         self._cache_name = cache_argument(model)
-        self._options = {"logits_to_keep": 1} if "logits_to_keep" in named else {}
+        self._options = last_logits_only(model)
         self._answers: dict[int, list[int]] = {}  # of running requests
         self.peak_kv_bytes = 0
         self.dense_bytes = sum(
@@ -42,13 +40,10 @@ class BatchForward:
     def prefill(self, prompts: Sequence[tuple[int, list[int]]]) -> None:
         """Compute these requests' prompts in one pass; each has its first token then."""
         lengths = [len(ids) for _, ids in prompts]
-        longest = max(lengths)
         joining = BatchCache(self._layers, len(prompts), room=0)
         joining.begin(lengths)
-        tokens = torch.tensor([[0] * (longest - len(ids)) + ids for _, ids in prompts], device=self._device)
-        pads = longest - torch.tensor(lengths, device=self._device)
-        mask = torch.arange(longest, device=self._device) >= pads[:, None]
-        positions = (torch.arange(longest, device=self._device) - pads[:, None]).clamp(min=0)
+        tokens, mask, positions = left_padded([ids for _, ids in prompts], self._device)
+        longest = tokens.shape[1]
         requests = tuple(request for request, _ in prompts)
         even = min(lengths) == longest
         batch = Batch(requests, True, longest, None if even else mask, skip_pads=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +9,9 @@ import torch
 from transformers import DynamicCache
 
 from ..traces.routing import RequestRouting
+from .batch import left_padded
 from .recorder import GateRecorder, Iteration, routing_of
-from .versions import cache_argument
+from .versions import cache_argument, last_logits_only
 
 
 def generate_recorded(
@@ -30,16 +30,8 @@ def generate_recorded(
     `progress` is told the number of tokens made by each iteration.
     """
     device = model.get_input_embeddings().weight.device
-    longest = max(len(prompt) for prompt in prompts)
-    pads = [longest - len(prompt) for prompt in prompts]
-    tokens = torch.tensor(
-        [[0] * pad + list(prompt) for pad, prompt in zip(pads, prompts, strict=True)], device=device
-    )
-    mask = torch.arange(longest, device=device) >= torch.tensor(pads, device=device)[:, None]
-    positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
-    named = inspect.signature(model.forward).parameters
-    cache = {cache_argument(model): DynamicCache(config=model.config)}
-    keep = {"logits_to_keep": 1} if "logits_to_keep" in named else {}
+    tokens, mask, positions = left_padded(prompts, device)
+    options = {cache_argument(model): DynamicCache(config=model.config), **last_logits_only(model)}
     last = torch.tensor(sorted(ends), dtype=torch.long, device=device)
     new: list[list[int]] = [[] for _ in prompts]
     running = set(range(len(prompts)))
@@ -52,8 +44,7 @@ def generate_recorded(
                 attention_mask=mask.long(),
                 position_ids=positions,
                 use_cache=True,
-                **cache,
-                **keep,
+                **options,
             )
             scores = output.logits[:, -1].float()
             if not iterations and max_new_tokens > 1:

@@ -73,9 +73,7 @@ class Handle:
     def reset(self) -> None:
         """Begin anew with an empty cache, store and log: also after an interrupted forward pass."""
         self._finalizer()
-        core, engine = self._start(self.runtime.arenas)
-        self.runtime.restart(core, engine)
-        self._finalizer = weakref.finalize(self, engine.close)
+        self._restart()
 
     def use(
         self, system: System, options: Options, *, log_iterations: int, history: str | Path | None
@@ -87,10 +85,8 @@ class Handle:
         self._system, self.options = system, options
         self._log_iterations, self._history = log_iterations, history
         arenas = make_arenas(self.layout, options, self.devices)
-        core, engine = self._start(arenas)
         self.runtime.change(system, int(options["prefetch_distance"]), arenas)
-        self.runtime.restart(core, engine)
-        self._finalizer = weakref.finalize(self, engine.close)
+        self._restart()
 
     def statistics(self) -> dict[str, Any]:
         """Counters of the core and the engine, and seconds of the forward passes, since the last reset."""
@@ -114,6 +110,11 @@ class Handle:
         self.runtime.finish()
         self.runtime.engine.drain()
         return decision_table(self.runtime.core.take_log(), self.options)
+
+    def _restart(self) -> None:
+        core, engine = self._start(self.runtime.arenas)
+        self.runtime.restart(core, engine)
+        self._finalizer = weakref.finalize(self, engine.close)
 
     def _start(self, arenas: list[Arena]) -> tuple[Any, Any]:
         for arena in arenas:

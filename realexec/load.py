@@ -94,11 +94,13 @@ def load_model(
         raise SettingError(f"policy {system.name} cannot run on a real model: {reason}.")
     devices = parse_devices(device)
     checkpoint = read_checkpoint(Path(folder))
+    size = "1.0" if system.preload == "all" else expert_cache
+    _, slots = checkpoint.cache(size, len(devices), "expert_cache")
     options = model_options(
         system,
         checkpoint,
         len(devices),
-        expert_cache,
+        slots,
         prefetch_distance=DEFAULT_DISTANCE if prefetch_distance is None else prefetch_distance,
         store_capacity=store_capacity,
         seed=seed,
@@ -134,6 +136,13 @@ class Checkpoint:
     def hidden_size(self) -> int:
         """Width of an embedding."""
         return int(self.config.get_text_config().hidden_size)
+
+    def cache(self, expert_cache: str, devices: int, name: str) -> tuple[int, int]:
+        """Bytes of an expert cache over so many devices, and its slots per device. SettingError for a size
+        that is none, which calls it `name`."""
+        experts, slab_bytes = len(self.moe.layers) * self.moe.num_experts, self.layout.slab_bytes
+        size = parse_cache_size(expert_cache, experts, slab_bytes, name=name)
+        return size, slots_per_device(size, experts, slab_bytes, devices, name=name)
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -191,22 +200,18 @@ def layout_of(folder: str | Path) -> ExpertLayout:
 
 
 def model_options(
-    system: System, checkpoint: Checkpoint, devices: int, expert_cache: str, **settings: Any
+    system: System, checkpoint: Checkpoint, devices: int, slots_per_device: int, **settings: Any
 ) -> Options:
-    """The core's options for a system and an expert cache; SettingError for a size that is none."""
-    moe, slab_bytes = checkpoint.moe, checkpoint.layout.slab_bytes
-    layers, experts = len(moe.layers), moe.num_experts
-    if system.preload == "all":
-        expert_cache = "1.0"
-    cache = parse_cache_size(expert_cache, layers * experts, slab_bytes, name="expert_cache")
+    """The core's options for a system and so many expert slots."""
+    moe = checkpoint.moe
     return core_options(
         system,
-        layers=layers,
-        experts=experts,
+        layers=len(moe.layers),
+        experts=moe.num_experts,
         top_k=moe.top_k,
         devices=devices,
-        slots_per_device=slots_per_device(cache, layers * experts, slab_bytes, devices, name="expert_cache"),
-        expert_bytes=slab_bytes,
+        slots_per_device=slots_per_device,
+        expert_bytes=checkpoint.layout.slab_bytes,
         embedding_width=checkpoint.hidden_size,
         embedding_work=checkpoint.hidden_size,
         **settings,

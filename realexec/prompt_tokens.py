@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
 
-from ..errors import SettingError, TraceError
-from .prompts import read_prompts, tokens_of
+from ..errors import SettingError
+from .dense import PROMPT_FILES, SAMPLES
+from .prompts import known_tokens_of, read_prompts
 from .stock_model import load_tokenizer
-
-#: written by us
-OWN_PROMPTS = Path(__file__).with_name("samples") / "recorded_prompts.jsonl"
 
 
 class PromptTokens:
@@ -32,20 +30,9 @@ class PromptTokens:
             raise SettingError(
                 f"--model {folder} has no tokenizer. Copy its files there, or give --prompts with token_ids."
             )
-        path = prompts or OWN_PROMPTS
-        found = []
-        for prompt in islice(read_prompts(path), requests):
-            ids = tokens_of(prompt, tokenizer, path)
-            unknown = [token for token in ids if not 0 <= token < vocabulary]
-            if unknown:
-                raise TraceError(
-                    path,
-                    f"token id {unknown[0]}, the model has 0 … {vocabulary - 1}.",
-                    place=f"row {prompt.row}",
-                    remedy="Take the ids of this model's tokenizer.",
-                )
-            found.append(ids)
-        return cls(found)
+        path = prompts or SAMPLES / PROMPT_FILES[0]
+        found = islice(read_prompts(path), requests)
+        return cls([known_tokens_of(prompt, tokenizer, path, vocabulary) for prompt in found])
 
     def __call__(self, place: int, length: int) -> list[int]:
         """The first `length` tokens of the prompt of served request number `place`, repeated as needed."""

@@ -92,6 +92,20 @@ def tokens_of(prompt: Prompt, tokenizer: Any, path: Path) -> list[int]:
     return [int(token) for token in ids]
 
 
+def known_tokens_of(prompt: Prompt, tokenizer: Any, path: Path, vocabulary: int) -> list[int]:
+    """`tokens_of` a prompt; `TraceError` also for ids that a model with so many tokens does not know."""
+    ids = tokens_of(prompt, tokenizer, path)
+    unknown = [token for token in ids if not 0 <= token < vocabulary]
+    if unknown:
+        raise TraceError(
+            path,
+            f"token id {unknown[0]}, the model has 0 … {vocabulary - 1}.",
+            place=f"row {prompt.row}",
+            remedy="Take the ids of this model's tokenizer.",
+        )
+    return ids
+
+
 def _text(path: Path, file: Any) -> Iterator[Prompt]:
     row = 0
     for number, line in enumerate(file, 1):

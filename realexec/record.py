@@ -18,7 +18,7 @@ from ..traces.routing import RoutingMeta
 from .gates import MoeModel, find_moe
 from .generate import generate_recorded
 from .journal import Journal
-from .prompts import read_prompts, tokens_of
+from .prompts import known_tokens_of, read_prompts, tokens_of
 from .recorder import GateRecorder
 from .stock_model import (
     check_device,
@@ -160,21 +160,12 @@ def _first_reading(settings: RecordSettings, tokenizer: Any, config: Any) -> _Pr
     for prompt in read_prompts(settings.prompts):
         count += 1
         given += bool(prompt.token_ids)
-        ids = tokens_of(prompt, tokenizer, settings.prompts)
-        outside = [token for token in ids if not 0 <= token < config.vocab_size]
-        place = f"row {prompt.row}"
-        if outside:
-            raise TraceError(
-                settings.prompts,
-                f"token id {outside[0]}, the model has 0 … {config.vocab_size - 1}.",
-                place=place,
-                remedy="Take the ids of this model's tokenizer.",
-            )
+        ids = known_tokens_of(prompt, tokenizer, settings.prompts, config.vocab_size)
         if longest is not None and len(ids) + settings.max_new_tokens - 1 > longest:
             raise TraceError(
                 settings.prompts,
                 f"{len(ids)} tokens and {settings.max_new_tokens} new ones, the model takes {longest}.",
-                place=place,
+                place=f"row {prompt.row}",
                 remedy="Leave it out, shorten it, or lower --max-new-tokens.",
             )
     with settings.prompts.open("rb") as file:

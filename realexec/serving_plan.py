@@ -13,7 +13,6 @@ import torch
 import transformers
 
 from ..errors import SettingError
-from ..policy.cache_size import parse_cache_size, slots_per_device
 from ..policy.core import Options, total_slots
 from ..policy.systems import find_systems, is_group
 from ..serving.grid import Cell, named_cells, refuse_unless_any_runs
@@ -162,11 +161,10 @@ def _cell(
     settings: RunSettings,
     reason: str,
 ) -> RealCell:
-    moe, slab_bytes = checkpoint.moe, checkpoint.layout.slab_bytes
-    layers, experts = len(moe.layers), moe.num_experts
+    layers, experts = len(checkpoint.moe.layers), checkpoint.moe.num_experts
+    slab_bytes = checkpoint.layout.slab_bytes
     size = "1.0" if expert_cache == "all" else expert_cache
-    cache_bytes = parse_cache_size(size, layers * experts, slab_bytes)
-    slots = slots_per_device(cache_bytes, layers * experts, slab_bytes, devices)
+    cache_bytes, slots = checkpoint.cache(size, devices, "--expert-cache")
     distance = settings.prefetch_distance or DEFAULT_DISTANCE
     reason = reason or system.inactive(
         recorded=tuple(range(1, layers)), layers=layers, prefetch_distance=distance
@@ -177,7 +175,7 @@ def _cell(
             system,
             checkpoint,
             devices,
-            size,
+            slots,
             prefetch_distance=distance,
             store_capacity=settings.store_capacity,
             frequency=settings.frequency,

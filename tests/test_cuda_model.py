@@ -111,7 +111,8 @@ def test_another_system_on_the_same_model_is_lossless(device: str, tmp_path: Pat
     model.generation_config.eos_token_id = None
     for policy, cache in (("finemoe", "9slots"), ("promoe", "5slots"), ("no-offload", "1.0")):
         system = find_system(policy)
-        options = model_options(system, checkpoint, 1, cache, prefetch_distance=2, store_capacity=10)
+        _, slots = checkpoint.cache(cache, 1, "expert_cache")
+        options = model_options(system, checkpoint, 1, slots, prefetch_distance=2, store_capacity=10)
         model.finemoe.use(system, options, log_iterations=0, history=None)
         assert_same(wanted, logits(model, given))
     model.finemoe.close()
@@ -131,7 +132,7 @@ def test_another_system_takes_its_slots_when_the_old_ones_are_gone(
 
     monkeypatch.setattr(handle, "make_arenas", make_arenas)
     options = model_options(
-        find_system("lru"), read_checkpoint(tmp_path), 1, "5slots", prefetch_distance=3, store_capacity=1
+        find_system("lru"), read_checkpoint(tmp_path), 1, 5, prefetch_distance=3, store_capacity=1
     )
     model.finemoe.use(find_system("lru"), options, log_iterations=0, history=None)
     model.finemoe.close()
