@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +10,7 @@ import numpy as np
 
 from .. import _core
 from ..errors import SettingError
-from ..traces.files import partial_of, unreadable_kind
+from ..traces.files import replacing, unreadable_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,16 +66,12 @@ def write_checksums(
             checksum = _core.crc32c(slab[place : place + length], checksum)
         sums.append(checksum)
         on_expert(expert)
-    partial = partial_of(path)
     try:
-        partial.write_text(json.dumps({"pieces": layout.length.tolist(), "crc32c": sums}) + "\n", "utf-8")
-        os.replace(partial, path)
+        with replacing(path) as partial:
+            partial.write_text(json.dumps({"pieces": layout.length.tolist(), "crc32c": sums}) + "\n", "utf-8")
     except OSError as error:
         reason = error.strerror or error
         raise SettingError(f"{path} cannot be written ({reason}). Check the folder and its space.") from error
-    finally:
-        with suppress(OSError):  # the usual case: it was moved, or could not be created
-            partial.unlink()
     return path
 
 

@@ -17,7 +17,7 @@ from types import TracebackType
 import msgspec
 
 from ..errors import SettingError, TraceError
-from ..traces.files import partial_of, unwritable
+from ..traces.files import replacing, unwritable
 from ..traces.routing import RequestRouting, RoutingMeta
 from ..traces.routing_file import RoutingFile, write_routing
 
@@ -111,9 +111,8 @@ class Journal:
                 )
 
     def _write(self, path: Path) -> None:
-        partial = partial_of(path)
         try:
-            partial.write_bytes(msgspec.json.format(msgspec.json.encode(self._arguments), indent=2))
-            os.replace(partial, path)
+            with replacing(path) as partial:
+                partial.write_bytes(msgspec.json.format(msgspec.json.encode(self._arguments), indent=2))
         except OSError as error:
             raise unwritable(path, error) from None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import TraceError
@@ -66,6 +68,14 @@ def unwritable(path: Path, error: Exception) -> TraceError:
     return TraceError(path, f"cannot be written ({reason}).", remedy="Check the folder and its free space.")
 
 
-def partial_of(path: Path) -> Path:
-    """Where `path` is written before it is complete: beside it, in the same file system."""
-    return path.parent / f".{path.name}.{os.getpid()}.partial"
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where to write `path` in the block: a new file beside it, which takes its name when the block ends and
+    is gone where it fails. OSErrors are the caller's."""
+    partial = path.parent / f".{path.name}.{os.getpid()}.partial"
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        with suppress(OSError):  # the usual case: it was moved, or could not be created
+            partial.unlink()

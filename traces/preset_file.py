@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from ..errors import SettingError
-from .files import partial_of, unwritable
+from .files import replacing, unwritable
 from .routing_preset import RoutingPreset, load_preset
 
 _HEAD = """# Synthetic routing for {model}: what each parameter means stands in routing_preset.py, how routing
@@ -55,16 +53,11 @@ def check_preset_output(path: Path) -> None:
 def write_preset(path: Path, preset: RoutingPreset) -> None:
     """Write the preset; the file appears under its name only when it is complete."""
     check_preset_output(path)
-    partial = partial_of(path)
     try:
-        with partial.open("x", encoding="utf-8") as file:
+        with replacing(path) as partial, partial.open("x", encoding="utf-8") as file:
             file.write(preset_text(preset))
-        os.replace(partial, path)
     except OSError as error:
         raise unwritable(path, error) from error
-    finally:
-        with suppress(OSError):  # the usual case: it was moved
-            partial.unlink()
 
 
 def _key(name: str) -> str:

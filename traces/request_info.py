@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import TraceError
-from .files import check_replaceable, partial_of, unwritable
+from .files import check_replaceable, replacing, unwritable
 from .request_cells import Int64s
 from .request_conversations import LENGTH_RULE
 from .request_files import (
@@ -107,20 +106,16 @@ def convert_requests(src: str | Path, dst_parquet: str | Path, *, sort: bool = F
     check_replaceable(dst)
     summary = _Summary()
     schema = parquet_schema(_labels(trace), timed=trace.has_arrivals, prompts=trace.has_prompts)
-    partial = partial_of(dst)
     try:
-        with partial.open("xb") as file, pq.ParquetWriter(file, schema) as writer:
-            for batch in trace.batches(rows=65_536, prompts=True):
-                summary.add(replace(batch, prompts=None))
-                if len(batch):
-                    writer.write_table(parquet_table(batch, schema))
-        info = summary.result(trace)
-        os.replace(partial, dst)
+        with replacing(dst) as partial:
+            with partial.open("xb") as file, pq.ParquetWriter(file, schema) as writer:
+                for batch in trace.batches(rows=65_536, prompts=True):
+                    summary.add(replace(batch, prompts=None))
+                    if len(batch):
+                        writer.write_table(parquet_table(batch, schema))
+            info = summary.result(trace)
     except OSError as error:
         raise unwritable(dst, error) from error
-    finally:
-        with suppress(OSError):  # the usual case: it was moved, or could not be created
-            partial.unlink()
     return info
 
 

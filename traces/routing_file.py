@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import TraceError
-from .files import check_replaceable, partial_of, unreadable_kind, unwritable
+from .files import check_replaceable, replacing, unreadable_kind, unwritable
 from .routing import RequestRouting, RoutingMeta, arrange
 from .routing_check import check_routing
 from .routing_parquet import columns_of, meta_of, request_of, request_starts, schema_of, table_of
@@ -39,19 +38,15 @@ def write_routing(path: str | Path, meta: RoutingMeta, requests: Iterable[Reques
     """
     path = Path(path)
     check_replaceable(path)
-    partial = partial_of(path)
     try:
-        with partial.open("xb") as file, RoutingWriter(file, path, meta) as writer:
-            for routing in requests:
-                writer.add(routing)
-        if writer.requests == 0:
-            raise TraceError(path, "no requests to write.", remedy="Give at least one request.")
-        os.replace(partial, path)
+        with replacing(path) as partial:
+            with partial.open("xb") as file, RoutingWriter(file, path, meta) as writer:
+                for routing in requests:
+                    writer.add(routing)
+            if writer.requests == 0:
+                raise TraceError(path, "no requests to write.", remedy="Give at least one request.")
     except OSError as error:
         raise unwritable(path, error) from error
-    finally:
-        with suppress(OSError):  # the usual case: it was moved, or could not be created
-            partial.unlink()
     return writer.requests
 
 
